@@ -1,0 +1,1 @@
+"""LLM inference as pure functions in JAX, on GPU and CPU."""

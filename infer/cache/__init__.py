@@ -1,0 +1,1 @@
+"""Room `cache`: see ARCHITECTURE.md."""

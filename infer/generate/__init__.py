@@ -1,0 +1,1 @@
+"""Room `generate`: see ARCHITECTURE.md."""

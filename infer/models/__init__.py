@@ -1,0 +1,1 @@
+"""Room `models`: see ARCHITECTURE.md."""

@@ -1,0 +1,1 @@
+"""Room `ops`: see ARCHITECTURE.md."""

@@ -1,0 +1,1 @@
+"""Room `weights`: see ARCHITECTURE.md."""
