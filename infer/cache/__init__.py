@@ -1,1 +1,1 @@
-"""Room `cache`: see ARCHITECTURE.md."""
+"""The key/value cache: its bytes, its pages, and the pure functions that hand pages out and take them back."""

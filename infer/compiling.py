@@ -1,0 +1,58 @@
+"""Which programs were compiled, when, and why: nothing recompiles in silence.
+
+A program calls `record_trace` while JAX traces it, with the static caps that shape it.  Tracing is what a second call within
+the same caps must not do again, so the count of traces is the count of compiled variants.
+"""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass
+class _Program:
+    traces: int = 0
+    caps: list[dict[str, object]] = field(default_factory=list)
+
+
+_programs: dict[str, _Program] = {}
+_lock = threading.Lock()
+
+
+def record_trace(program: str, caps: Mapping[str, object]) -> None:
+    """Count one trace of `program` under `caps`.  Call it from the traced function itself."""
+    with _lock:
+        entry = _programs.setdefault(program, _Program())
+        entry.traces += 1
+        entry.caps.append(dict(caps))
+
+
+def compile_stats() -> dict[str, dict[str, object]]:
+    """Return, for each program, how often it was traced and which caps made the last trace differ.
+
+    Returns:
+      {program: {"traces": int, "caps": [dict, ...], "grew": {cap: (before, after)}}}; `grew` compares the last trace
+      with the one before it and is empty after the first.
+    """
+    with _lock:
+        return {
+            name: {
+                "traces": entry.traces,
+                "caps": [dict(c) for c in entry.caps],
+                "grew": _difference(entry.caps),
+            }
+            for name, entry in _programs.items()
+        }
+
+
+def num_traces(program: str) -> int:
+    """Return how often `program` was traced."""
+    with _lock:
+        return _programs[program].traces if program in _programs else 0
+
+
+def _difference(caps: list[dict[str, object]]) -> dict[str, tuple[object, object]]:
+    if len(caps) < 2:
+        return {}
+    before, after = caps[-2:]
+    return {k: (before.get(k), after[k]) for k in after if before.get(k) != after[k]}

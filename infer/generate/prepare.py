@@ -1,0 +1,219 @@
+"""From what users type to the arrays of a run: prompts, sampling parameters, buckets; checked with clear errors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infer.cache.paged import pages_for
+from infer.config import ModelConfig
+from infer.errors import CapacityError, RequestError
+from infer.generate.program import Lanes, Requests
+from infer.sampling import SamplingParams, SamplingState, request_keys, seed_words
+
+# One tile of a prefill pass: long enough for full dots, short enough that a short prompt wastes little.
+TILE = 64
+LOGPROB_COUNTS = (0, 1, 5, 20)
+
+
+class TextCodec(Protocol):
+    """What generate needs of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def pad_id(self) -> int | None: ...  # noqa: D102
+    def encode(self, text: str) -> list[int]: ...  # noqa: D102
+    def decode(self, ids: Sequence[int]) -> str: ...  # noqa: D102
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caps:
+    """The static sizes of a program; the only things that can make it compile again."""
+
+    requests: int
+    prompt: int
+    new_tokens: int
+    slots: int
+    pages: int
+    pages_per_row: int
+    page_size: int
+    stop_ids: int
+    logprobs: int
+    lanes: Lanes
+
+
+def bucket(value: int, smallest: int) -> int:
+    """Return the smallest power of two that is at least `value` and at least `smallest`."""
+    return max(smallest, 1 << max(0, value - 1).bit_length())
+
+
+def lanes_for(prefill_chunk: int, prompt_cap: int) -> Lanes:
+    """Return tiles whose tokens in one pass are at most `prefill_chunk`, and no more than all prompts need."""
+    if prefill_chunk < 1:
+        raise RequestError(f"prefill_chunk is {prefill_chunk}, must be at least 1 token a pass; the default is 256")
+    tile = min(TILE, prefill_chunk, prompt_cap)
+    return Lanes(tile=tile, num_tiles=max(1, min(prefill_chunk, 1 << 20) // tile))
+
+
+def token_rows(
+    prompts: object, tokenizer: TextCodec | None, prompt_lens: object | None
+) -> list[list[int]]:
+    """Return one list of ids per prompt, from strings, lists of ids, or an array [R, T] with lengths."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if isinstance(prompts, (np.ndarray, jax.Array)):
+        return _array_rows(np.asarray(prompts), prompt_lens)
+    if prompt_lens is not None:
+        raise RequestError("prompt_lens goes with an array [R, T] of ids; a list of prompts has its own lengths")
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; pass a list of strings, a list of lists of ids, or an array [R, T]"
+        )
+    if prompts and all(is_int(p) for p in prompts):
+        raise RequestError("prompts is a flat list of ids; one prompt is [[1, 2, 3]], a list in a list")
+    rows = []
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise RequestError(
+                    f"prompt {index} is a string and no tokenizer was given; "
+                    "pass tokenizer=model.tokenizer, call model.generate(...), or pass token ids"
+                )
+            rows.append(list(tokenizer.encode(prompt)))
+        elif isinstance(prompt, (np.ndarray, jax.Array)):
+            rows += _array_rows(np.asarray(prompt)[None], None)
+        elif isinstance(prompt, Sequence) and all(is_int(t) for t in prompt):
+            rows.append([int(t) for t in prompt])
+        else:
+            raise RequestError(f"prompt {index} is a {type(prompt).__name__}; pass a string or a list of ids")
+    return rows
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _array_rows(array: np.ndarray, prompt_lens: object | None) -> list[list[int]]:
+    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+        raise RequestError(
+            f"prompts is an array {list(array.shape)} of {array.dtype}; pass integer ids [R, T]"
+        )
+    lens = np.full(array.shape[0], array.shape[1]) if prompt_lens is None else np.asarray(prompt_lens)
+    if lens.shape != array.shape[:1] or not np.issubdtype(lens.dtype, np.integer):
+        raise RequestError(
+            f"prompt_lens is {list(lens.shape)} of {lens.dtype}; pass one integer per row, [{array.shape[0]}]"
+        )
+    if lens.size and (lens.min() < 0 or lens.max() > array.shape[1]):
+        raise RequestError(
+            f"prompt_lens spans {lens.min()}..{lens.max()}; the array has room for 0..{array.shape[1]} tokens"
+        )
+    return [row[:n].tolist() for row, n in zip(array, lens, strict=True)]
+
+
+def check_prompts(rows: list[list[int]], config: ModelConfig) -> None:
+    """Raise RequestError naming the first prompt that is empty, too long, or has ids the model does not know."""
+    if not rows:
+        raise RequestError("prompts is empty; pass at least one prompt")
+    for index, ids in enumerate(rows):
+        if not ids:
+            raise RequestError(
+                f"prompt {index} is empty; a prompt has at least one token (a model with a BOS token can start from it)"
+            )
+        if len(ids) >= config.max_context:
+            raise RequestError(
+                f"prompt {index} has {len(ids)} tokens, the model's context is {config.max_context} with at least one "
+                "left to generate; shorten the prompt"
+            )
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= config.num_tokens:
+            bad = low if low < 0 else high
+            raise RequestError(
+                f"prompt {index} has id {bad}; ids of this model are 0..{config.num_tokens - 1}"
+            )
+
+
+def expand_sampling(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """Return one SamplingParams per prompt; None is greedy with 128 tokens."""
+    if sampling is None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=128)
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * num_prompts
+    if not isinstance(sampling, Sequence) or not all(isinstance(s, SamplingParams) for s in sampling):
+        raise RequestError(
+            f"sampling is a {type(sampling).__name__}; pass a SamplingParams, or a list with one per prompt"
+        )
+    if len(sampling) != num_prompts:
+        raise RequestError(f"{len(sampling)} SamplingParams for {num_prompts} prompts; pass one, or one per prompt")
+    return list(sampling)
+
+
+def stop_ids_of(sampling: SamplingParams, config: ModelConfig, tokenizer: TextCodec | None) -> list[int]:
+    """Return the ids that end a request: the model's and tokenizer's own unless ignored, and the user's."""
+    own = () if sampling.ignore_eos else (*config.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))
+    ids = sorted({*own, *sampling.stop_token_ids})
+    bad = [i for i in ids if not 0 <= i < config.num_tokens]
+    if bad:
+        raise RequestError(f"stop_token_ids has {bad[0]}; ids of this model are 0..{config.num_tokens - 1}")
+    return ids
+
+
+def sampling_state(
+    each: list[SamplingParams],
+    max_tokens: list[int],
+    stop_ids: list[list[int]],
+    key: jax.Array,
+    *,
+    rows: int,
+    num_stop_ids: int,
+    vocab_size: int,
+) -> SamplingState:
+    """Return the arrays of `each`, padded to `rows` requests with harmless values."""
+    pad = rows - len(each)
+    column = lambda values, fill, dtype: jnp.asarray(np.asarray([*values, *[fill] * pad], dtype))
+    stops = np.full((rows, num_stop_ids), vocab_size, np.int32)
+    for row, ids in enumerate(stop_ids):
+        stops[row, : len(ids)] = ids
+    words, seeded = seed_words([s.seed for s in each] + [None] * pad)
+    return SamplingState(
+        temperature=column([s.temperature for s in each], 0.0, np.float32),
+        top_k=column([min(s.top_k, vocab_size) for s in each], 0, np.int32),
+        top_p=column([s.top_p for s in each], 1.0, np.float32),
+        min_p=column([s.min_p for s in each], 0.0, np.float32),
+        max_tokens=column(max_tokens, 1, np.int32),
+        min_tokens=column([s.min_tokens for s in each], 0, np.int32),
+        stop_ids=jnp.asarray(stops),
+        key=request_keys(key, words, seeded, jnp.arange(rows, dtype=jnp.int32)),
+    )
+
+
+def check_pool(rows: list[list[int]], max_tokens: list[int], page_size: int, num_pages: int) -> None:
+    """Raise CapacityError before anything runs if one request could never get its pages."""
+    for index, (ids, new) in enumerate(zip(rows, max_tokens, strict=True)):
+        need = pages_for(len(ids) + new - 1, page_size)
+        if need > num_pages:
+            raise CapacityError(
+                f"prompt {index} with {len(ids)} tokens and max_tokens {new} needs {need} pages of {page_size} tokens, "
+                f"the pool has {num_pages}; raise num_pages or lower max_tokens"
+            )
+
+
+def request_arrays(rows: list[list[int]], sampling: SamplingState, caps: Caps) -> Requests:
+    """Return the padded device arrays of all requests."""
+    prompts = np.zeros((caps.requests, caps.prompt), np.int32)
+    lens = np.zeros(caps.requests, np.int32)
+    for row, ids in enumerate(rows):
+        prompts[row, : len(ids)] = ids
+        lens[row] = len(ids)
+    return Requests(
+        prompts=jnp.asarray(prompts),
+        prompt_lens=jnp.asarray(lens),
+        choice=jnp.zeros(caps.requests, jnp.int32),
+        sampling=sampling,
+        count=jnp.asarray(len(rows), jnp.int32),
+    )

@@ -1,0 +1,125 @@
+"""The weights of a dense decoder as a pytree."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infer.config import ModelConfig
+from infer.errors import ConfigError
+from infer.pytree import Leaf, pytree_dataclass, static
+from infer.quant.qarray import QArray
+
+
+@pytree_dataclass
+class LayerParams:
+    """Weights of one layer; matrices are [out, in], a float array or a QArray.  What a family lacks is None."""
+
+    attn_norm: Leaf  # [D]
+    q: Leaf  # [N * H, D]
+    k: Leaf  # [K * H, D]
+    v: Leaf  # [K * H, D]
+    o: Leaf  # [D, N * H]
+    mlp_norm: Leaf  # [D]
+    gate: Leaf  # [F, D]
+    up: Leaf  # [F, D]
+    down: Leaf  # [D, F]
+    q_bias: Leaf = None  # [N * H]
+    k_bias: Leaf = None  # [K * H]
+    v_bias: Leaf = None  # [K * H]
+    q_norm: Leaf = None  # [H]
+    k_norm: Leaf = None  # [H]
+    post_attn_norm: Leaf = None  # [D]
+    post_mlp_norm: Leaf = None  # [D]
+
+
+@pytree_dataclass
+class Params:
+    """All weights of a model.  `config` is static: it is part of the program, not of the data."""
+
+    embed: Leaf  # [V, D]
+    layers: tuple[Any, ...]  # L x LayerParams
+    final_norm: Leaf  # [D]
+    lm_head: Leaf = None  # [V, D], None when tied to the embedding
+    config: ModelConfig = static(kw_only=True)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of activations: that of the final norm, which is never packed."""
+        return self.final_norm.dtype
+
+
+def expected_shapes(config: ModelConfig) -> Params:
+    """Return a Params whose leaves are the shapes (tuples) that `config` asks for."""
+    d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_heads * h, config.num_kv_heads * h
+    layer = LayerParams(
+        attn_norm=(d,),
+        q=(queries, d),
+        k=(keys, d),
+        v=(keys, d),
+        o=(d, queries),
+        mlp_norm=(d,),
+        gate=(f, d),
+        up=(f, d),
+        down=(d, f),
+        q_bias=(queries,) if config.qkv_bias else None,
+        k_bias=(keys,) if config.qkv_bias else None,
+        v_bias=(keys,) if config.qkv_bias else None,
+        q_norm=(h,) if config.qk_norm else None,
+        k_norm=(h,) if config.qk_norm else None,
+        post_attn_norm=(d,) if config.post_norms else None,
+        post_mlp_norm=(d,) if config.post_norms else None,
+    )
+    return Params(
+        embed=(config.vocab_size, d),
+        layers=(layer,) * config.num_layers,
+        final_norm=(d,),
+        lm_head=None if config.tied_embeddings else (config.vocab_size, d),
+        config=config,
+    )
+
+
+def validate(params: Params) -> Params:
+    """Return `params`, or raise ConfigError listing every leaf whose shape is not what its config says."""
+    is_weight = lambda x: x is None or isinstance(x, (QArray, tuple))
+    want, _ = jax.tree_util.tree_flatten_with_path(
+        expected_shapes(params.config), is_leaf=lambda x: isinstance(x, tuple) and not _is_layers(x)
+    )
+    have = dict(jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QArray))[0])
+    problems = []
+    for path, shape in want:
+        name, leaf = jax.tree_util.keystr(path), have.pop(path, None)
+        if leaf is None:
+            problems.append(f"{name} is missing, must be {list(shape)}")
+        elif tuple(leaf.shape) != shape:
+            problems.append(f"{name} is {list(leaf.shape)}, must be {list(shape)}")
+    problems += [f"{jax.tree_util.keystr(path)} has no place in this model" for path in have]
+    if problems:
+        raise ConfigError(f"{params.config.family} weights: " + "; ".join(problems))
+    del is_weight
+    return params
+
+
+def _is_layers(x: tuple) -> bool:
+    return bool(x) and isinstance(x[0], LayerParams)
+
+
+def random_params(config: ModelConfig, seed: int, dtype: jnp.dtype = jnp.float32) -> Params:
+    """Return random weights, for tests and benchmarks: matrices N(0, 1/in), norms near one."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(shape: tuple[int, ...]) -> jax.Array:
+        if len(shape) == 1:
+            return jnp.asarray(1 + 0.1 * rng.standard_normal(shape), dtype)
+        return jnp.asarray(rng.standard_normal(shape) / math.sqrt(shape[-1]), dtype)
+
+    is_shape = lambda x: isinstance(x, tuple) and not _is_layers(x)
+    return jax.tree.map(leaf, expected_shapes(config), is_leaf=is_shape)
+
+
+def num_bytes(params: Params) -> int:
+    """Return the bytes that all weights take, packed ones as packed."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -1,0 +1,17 @@
+"""Root-mean-square normalisation."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+
+def rms_norm(x: Float[Array, "*B D"], gain: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+    """Return x / sqrt(mean(x^2) + eps) * gain, computed in float32 and cast once to x's dtype.
+
+    Source: Zhang and Sennrich 2019, arXiv 1910.07467.  `gain` is the effective factor: where a checkpoint stores w and
+    the model uses 1 + w (Gemma), the loader has added the one, in float32.
+    """
+    x32 = x.astype(jnp.float32)
+    inverse = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    y = x32 * inverse * gain.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return y.astype(x.dtype)
