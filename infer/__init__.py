@@ -1,1 +1,64 @@
-"""LLM inference as pure functions in JAX, on GPU and CPU."""
+"""LLM inference as pure functions in JAX, on GPU and CPU.
+
+Names of axes, everywhere in this package: B sequences, T query tokens, S key/value tokens, D model width, N query heads,
+K key/value heads, G = N / K, H head width, F feed-forward width, E experts, V vocabulary, L layers, P pages in the pool,
+U tokens per page, M pages per sequence, Q quantisation groups, R requests.
+
+What is public is imported when it is first used, so that `import infer` costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infer.backend import backends, use_backend
+    from infer.compiling import compile_stats
+    from infer.config import ModelConfig
+    from infer.errors import CapacityError, ConfigError, RequestError, WeightFormatError
+    from infer.generate import Generation, GenerationResult, generate, stream
+    from infer.model import Model, load
+    from infer.models.decoder import score
+    from infer.models.params import Params
+    from infer.quant import QArray
+    from infer.sampling import SamplingParams, SamplingState
+    from infer.tokenizer import Tokenizer
+    from infer.weights.bundled import pull
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CapacityError": "infer.errors",
+    "ConfigError": "infer.errors",
+    "Generation": "infer.generate",
+    "GenerationResult": "infer.generate",
+    "Model": "infer.model",
+    "ModelConfig": "infer.config",
+    "Params": "infer.models.params",
+    "QArray": "infer.quant",
+    "RequestError": "infer.errors",
+    "SamplingParams": "infer.sampling",
+    "SamplingState": "infer.sampling",
+    "Tokenizer": "infer.tokenizer",
+    "WeightFormatError": "infer.errors",
+    "backends": "infer.backend",
+    "compile_stats": "infer.compiling",
+    "generate": "infer.generate",
+    "load": "infer.model",
+    "pull": "infer.weights.bundled",
+    "score": "infer.models.decoder",
+    "stream": "infer.generate",
+    "use_backend": "infer.backend",
+}
+__all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'infer' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from infer.config import ModelConfig
 
@@ -11,11 +11,12 @@ class Metadata(Protocol):
     """Typed access to a checkpoint's metadata; a missing key gives the default, or an error where there is none."""
 
     @property
-    def tensors(self) -> Mapping[str, object]: ...  # noqa: D102
+    def metadata(self) -> Mapping[str, Any]: ...  # noqa: D102
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...  # noqa: D102
     def meta_int(self, key: str, default: int | None = ...) -> int: ...  # noqa: D102
     def meta_float(self, key: str, default: float | None = ...) -> float: ...  # noqa: D102
     def meta_str(self, key: str, default: str | None = ...) -> str: ...  # noqa: D102
-    def has(self, key: str) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +60,13 @@ LAYER_NAMES = {
 }
 
 
-def common_fields(meta: Metadata, family: str) -> dict[str, object]:
+def common_fields(meta: Metadata, family: str) -> dict[str, Any]:
     """Return the ModelConfig fields that every GGUF architecture spells alike."""
     num_heads = meta.meta_int(f"{family}.attention.head_count")
     hidden = meta.meta_int(f"{family}.embedding_length")
     key_length = meta.meta_int(f"{family}.attention.key_length", hidden // max(num_heads, 1))
-    embedding: object = meta.tensors.get("token_embd.weight")
-    rows = embedding.shape[0] if embedding is not None else 0  # type: ignore[attr-defined]
+    embedding = meta.tensors.get("token_embd.weight")
+    rows = embedding.shape[0] if embedding is not None else 0
     eos = meta.meta_int("tokenizer.ggml.eos_token_id", -1)
     bos = meta.meta_int("tokenizer.ggml.bos_token_id", -1)
     return dict(

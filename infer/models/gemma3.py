@@ -29,10 +29,10 @@ def config(meta: Metadata, divisors: tuple[float, ...] = ()) -> ModelConfig:
     sliding = LayerConfig(
         rope=RopeConfig(theta=meta.meta_float("gemma3.rope.freq_base_swa", 1e4)), window=window or None
     )
-    hidden, num_heads = int(str(fields["hidden_size"])), int(str(fields["num_heads"]))
+    hidden, num_heads = fields["hidden_size"], fields["num_heads"]
     softcap = meta.meta_float("gemma3.final_logit_softcapping", 0.0)
     return ModelConfig(
-        **fields,  # type: ignore[arg-type]
+        **fields,
         layers=layer_pattern(full, sliding, num_layers, pattern),
         activation=Activation.GELU_TANH,
         embedding_scale=math.sqrt(hidden),

@@ -10,7 +10,7 @@ def config(meta: Metadata, divisors: tuple[float, ...] = ()) -> ModelConfig:
     if experts := meta.meta_int("llama.expert_count", 0):
         raise ConfigError(f"llama with {experts} experts is a mixture of experts, which this version does not run")
     fields = common_fields(meta, "llama")
-    dim = meta.meta_int("llama.rope.dimension_count", int(str(fields["head_dim"])))
+    dim = meta.meta_int("llama.rope.dimension_count", fields["head_dim"])
     rope = RopeConfig(
         theta=meta.meta_float("llama.rope.freq_base", 10000.0),
         scaling=rope_scaling(meta, "llama", divisors),
@@ -18,7 +18,7 @@ def config(meta: Metadata, divisors: tuple[float, ...] = ()) -> ModelConfig:
     )
     layers = (LayerConfig(rope=rope),) * meta.meta_int("llama.block_count")
     has_bias = "blk.0.attn_q.bias" in meta.tensors
-    return ModelConfig(**fields, layers=layers, qkv_bias=has_bias).validate()  # type: ignore[arg-type]
+    return ModelConfig(**fields, layers=layers, qkv_bias=has_bias).validate()
 
 
 def rope_scaling(meta: Metadata, family: str, divisors: tuple[float, ...]) -> RopeScaling | None:
