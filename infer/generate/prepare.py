@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ TILE = 64
 LOGPROB_COUNTS = (0, 1, 5, 20)
 
 
+@runtime_checkable
 class TextCodec(Protocol):
     """What generate needs of a tokenizer."""
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from infer.config import ModelConfig
 
 
+@runtime_checkable
 class Metadata(Protocol):
     """Typed access to a checkpoint's metadata; a missing key gives the default, or an error where there is none."""
 
