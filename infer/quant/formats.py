@@ -1,0 +1,101 @@
+"""Every GGML type by number: its name, its block, its bytes.  No JAX in here: a file is listed
+without it.
+
+A format that is named here but has no decoder in `infer.quant.blocks` still has a size, so that a
+file that holds it opens and lists.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """What the bytes of a QArray mean: hashable, a part of the program.
+
+    `group` weights along the input axis share one block of `block_bytes` bytes; `bits` is the width
+    of one code.
+    """
+
+    name: str
+    bits: int
+    group: int
+    block_bytes: int
+    layout: str = "blocks"
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits a weight costs in memory, its share of scales and minima included."""
+        return 8 * self.block_bytes / self.group
+
+    def row_bytes(self, num_weights: int) -> int:
+        """Return the bytes of a row of `num_weights` weights.
+
+        Args:
+            num_weights: Weights in the row, a multiple of `group`.
+
+        Raises:
+            ValueError: The row does not hold whole blocks.
+        """
+        if num_weights % self.group:
+            raise ValueError(
+                f"a row of {num_weights} weights is no whole number of {self.name} blocks of"
+                f" {self.group}; use a row that is a multiple of {self.group}, or another format"
+            )
+        return num_weights // self.group * self.block_bytes
+
+
+# Type number -> (name, bits of a code, weights in a block, bytes of a block).
+# Source: enum ggml_type in ggml.h and the block structs in ggml-common.h (ggml-org/ggml).
+_TABLE: dict[int, tuple[str, int, int, int]] = {
+    0: ("F32", 32, 1, 4),
+    1: ("F16", 16, 1, 2),
+    2: ("Q4_0", 4, 32, 18),
+    3: ("Q4_1", 4, 32, 20),
+    6: ("Q5_0", 5, 32, 22),
+    7: ("Q5_1", 5, 32, 24),
+    8: ("Q8_0", 8, 32, 34),
+    9: ("Q8_1", 8, 32, 36),  # an intermediate of ggml's dot products, never meant for a file
+    10: ("Q2_K", 2, 256, 84),
+    11: ("Q3_K", 3, 256, 110),
+    12: ("Q4_K", 4, 256, 144),
+    13: ("Q5_K", 5, 256, 176),
+    14: ("Q6_K", 6, 256, 210),
+    15: ("Q8_K", 8, 256, 292),  # an intermediate as well
+    16: ("IQ2_XXS", 2, 256, 66),
+    17: ("IQ2_XS", 2, 256, 74),
+    18: ("IQ3_XXS", 3, 256, 98),
+    19: ("IQ1_S", 1, 256, 50),
+    20: ("IQ4_NL", 4, 32, 18),
+    21: ("IQ3_S", 3, 256, 110),
+    22: ("IQ2_S", 2, 256, 82),
+    23: ("IQ4_XS", 4, 256, 136),
+    24: ("I8", 8, 1, 1),
+    25: ("I16", 16, 1, 2),
+    26: ("I32", 32, 1, 4),
+    27: ("I64", 64, 1, 8),
+    28: ("F64", 64, 1, 8),
+    29: ("IQ1_M", 1, 256, 56),
+    30: ("BF16", 16, 1, 2),
+    34: ("TQ1_0", 2, 256, 54),
+    35: ("TQ2_0", 2, 256, 66),
+    39: ("MXFP4", 4, 32, 17),
+    40: ("NVFP4", 4, 64, 36),
+    41: ("Q1_0", 1, 128, 18),
+}
+
+GGML_TYPES: dict[int, Format] = {
+    number: Format(name=name, bits=bits, group=group, block_bytes=block_bytes)
+    for number, (name, bits, group, block_bytes) in _TABLE.items()
+}
+
+# Numbers that ggml gave out and took back; no current writer makes them.
+REMOVED_GGML_TYPES: dict[int, str] = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}

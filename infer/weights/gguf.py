@@ -1,0 +1,338 @@
+"""GGUF files: a header that is checked before it is believed, and tensors read in place.
+
+    magic "GGUF" | version u32 | tensors u64 | keys u64
+    key-value pairs | tensor infos | padding | tensor data
+
+The container knows no model.  Opening reads the header only; tensors stay in the mapped file until
+they are asked for.  Stricter than gguf-py: a name or a key that comes twice, tensors that share
+bytes, an offset that is not aligned, more than four axes, an axis of 0, and a name that is empty or
+holds a NUL are refused.  Gaps between tensors and bytes after the last one are accepted.
+
+Source: the GGUF specification (docs/gguf.md in ggml-org/ggml), versions 2 and 3, little-endian.
+"""
+
+import itertools
+import math
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64, Shaped, UInt8
+
+from infer.errors import WeightFormatError
+from infer.quant.blocks import FORMATS, dequantize_numpy
+from infer.quant.formats import GGML_TYPES, REMOVED_GGML_TYPES, Format
+from infer.weights.gguf_metadata import CUT_SHORT, MAX_KEYS, RECONVERT, Cursor, Metadata, shown
+
+MAX_DIMS = 4  # GGML_MAX_DIMS
+DEFAULT_ALIGNMENT = 32  # GGUF_DEFAULT_ALIGNMENT
+# Ours: a file with one tensor for each of 10^4 experts stays below; more would only cost time.
+MAX_TENSORS = 1 << 17
+
+# Types that are numbers already and no weights of a model: read by `array`, never packed.
+_NUMBERS = {"I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F64": "<f8"}
+_REQUIRED: Any = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """Where a tensor lies in the file and what its bytes mean.
+
+    `shape` is in numpy's order, slowest axis first (the file stores it the other way round);
+    `offset` counts from the start of the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type_name: str
+    offset: int
+    nbytes: int
+
+
+class GGUFFile:
+    """An open GGUF file: `path`, `version`, `metadata`, `tensors`, and the tensors' bytes.
+
+    Metadata, views and arrays that were handed out stay valid after `close`.
+    """
+
+    def __init__(self, path: str, data: mmap.mmap | bytes):
+        """Check and index a file's bytes, which messages call `path`; see `GGUFFile.open`."""
+        if data[:4] != b"GGUF":
+            raise WeightFormatError(f"{path}: {_what_else(data[:64])}")
+        cursor = Cursor(path, data)
+        self.path = path
+        self.version = _read_version(cursor)
+        num_tensors = cursor.count("tensors", 24, MAX_TENSORS)
+        self.metadata: Metadata = Metadata(cursor, cursor.count("metadata keys", 13, MAX_KEYS))
+        self.alignment = self.meta_int("general.alignment", DEFAULT_ALIGNMENT)
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise cursor.refuse(f"general.alignment is {self.alignment}, not a power of two")
+        self.tensors: dict[str, TensorInfo] = _read_tensors(cursor, num_tensors, self.alignment)
+        self._data: mmap.mmap | bytes | None = data
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "GGUFFile":
+        """Open a file and check its whole header.
+
+        Args:
+            path: A regular file.
+
+        Raises:
+            OSError: It does not exist or may not be read.
+            WeightFormatError: It is no GGUF file, or one that is broken, hostile, or of a kind that
+                is not read.  The message is one line.
+        """
+        name = os.fspath(path)
+        label = name if name.isprintable() else repr(name)
+        info = os.stat(name)
+        if not stat.S_ISREG(info.st_mode):  # before opening: a pipe would wait for its writer
+            kind = "a folder" if stat.S_ISDIR(info.st_mode) else "no regular file"
+            raise WeightFormatError(f"{label}: is {kind}; give the path of the .gguf file itself")
+        with open(name, "rb") as file:
+            if info.st_size == 0:  # nothing to map
+                return cls(label, b"")
+            return cls(label, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+    def close(self) -> None:
+        """Let go of the file; it is unmapped when the last view of it is gone."""
+        self._data = None
+
+    def __enter__(self) -> "GGUFFile":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def raw(self, name: str) -> UInt8[np.ndarray, "rows row_bytes"]:
+        """Return a tensor's bytes as they lie in the file: a read-only view, nothing is copied.
+
+        Args:
+            name: A tensor of this file.
+
+        Returns:
+            A row for each run along the last axis: the axes before it are flattened, and a vector
+            is one row.
+
+        Raises:
+            WeightFormatError: The file has no such tensor.
+            ValueError: The file is closed.
+        """
+        info = self._info(name)
+        if self._data is None:
+            raise ValueError(f"{self.path} is closed; read tensors inside its `with` block")
+        view = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
+        return view.reshape(math.prod(info.shape[:-1]), -1)
+
+    def array(self, name: str, dtype: Any = None) -> Shaped[np.ndarray, "..."]:
+        """Return a tensor's numbers, decoded.
+
+        Args:
+            name: A tensor of this file.
+            dtype: Of the result.  None: float32, or an integer tensor's own dtype.
+
+        Raises:
+            WeightFormatError: The file has no such tensor, or its type has no decoder.
+            ValueError: The file is closed.
+        """
+        info, raw = self._info(name), self.raw(name)
+        if info.type_name in _NUMBERS:
+            own = np.dtype(_NUMBERS[info.type_name])
+            default = np.float32 if own.kind == "f" else own.newbyteorder("=")
+            numbers = raw.reshape(-1).view(own).reshape(info.shape)
+            with np.errstate(over="ignore", invalid="ignore"):  # too large for `dtype`: infinite
+                return numbers.astype(default if dtype is None else dtype)
+        if info.type_name not in FORMATS:
+            raise WeightFormatError(
+                f"{self.path}: tensor {shown(name)} is {info.type_name}, and decoded are"
+                f" {', '.join(FORMATS)}; take a Q4_K_M or Q8_0 file of this model, or requantise it"
+            )
+        dtype = np.float32 if dtype is None else dtype
+        return dequantize_numpy(raw, FORMATS[info.type_name], info.shape, dtype)
+
+    def meta_int(self, key: str, default: int = _REQUIRED) -> int:
+        """Return an integer value.
+
+        Args:
+            key: The metadata key.
+            default: Taken when the file lacks the key; without one, the key is required.
+
+        Raises:
+            WeightFormatError: The key is missing and required, or its value is of another type.
+        """
+        return self._meta(key, default, "an integer", lambda v: type(v) is int)
+
+    def meta_float(self, key: str, default: float = _REQUIRED) -> float:
+        """Return a float; an integer in the file is taken as one.  Otherwise as `meta_int`."""
+        return float(self._meta(key, default, "a number", lambda v: type(v) in (int, float)))
+
+    def meta_bool(self, key: str, default: bool = _REQUIRED) -> bool:
+        """Return a bool.  Otherwise as `meta_int`."""
+        return self._meta(key, default, "a bool", lambda v: type(v) is bool)
+
+    def meta_str(self, key: str, default: str = _REQUIRED) -> str:
+        """Return a string.  Otherwise as `meta_int`."""
+        return self._meta(key, default, "a string", lambda v: type(v) is str)
+
+    def meta_strs(self, key: str, default: list[str] = _REQUIRED) -> list[str]:
+        """Return an array of strings.  Otherwise as `meta_int`."""
+        is_list = lambda v: type(v) is list and all(type(s) is str for s in v)  # noqa: E731
+        return self._meta(key, default, "an array of strings", is_list)
+
+    def meta_ints(self, key: str, default: np.ndarray = _REQUIRED) -> np.ndarray:
+        """Return an array of integers, in the file's own width.  Otherwise as `meta_int`."""
+        return self._meta(key, default, "an array of integers", lambda v: _is_array(v, "iu"))
+
+    def meta_floats(self, key: str, default: np.ndarray = _REQUIRED) -> np.ndarray:
+        """Return an array of floats, in the file's own width.  Otherwise as `meta_int`."""
+        return self._meta(key, default, "an array of floats", lambda v: _is_array(v, "f"))
+
+    def _meta(self, key: str, default: Any, wanted: str, fits: Callable[[Any], bool]) -> Any:
+        if key not in self.metadata:
+            if default is _REQUIRED:
+                raise WeightFormatError(
+                    f"{self.path}: has no metadata {shown(key)} ({wanted}); {RECONVERT}"
+                )
+            return default
+        value = self.metadata[key]
+        if not fits(value):
+            raise WeightFormatError(
+                f"{self.path}: metadata {shown(key)} has the type {self.metadata.type_of(key)} and"
+                f" must be {wanted}; {RECONVERT}"
+            )
+        return value
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            some = ", ".join([shown(n) for n in self.tensors][:3]) or "none"
+            raise WeightFormatError(
+                f"{self.path}: has no tensor {shown(name)}; of its {len(self.tensors)} tensors the"
+                f" first are {some}"
+            )
+        return self.tensors[name]
+
+
+def rope_row_order(num_heads: int, head_dim: int) -> Int64[np.ndarray, " rows"]:
+    """Return, for each row of a projection with half-split rotary pairs, the GGUF row to take.
+
+    Converters of the Llama family store the rows of q and k so that a rotary pair is two
+    neighbours, (2i, 2i + 1); in the transformers layout a pair is (i, i + head_dim / 2).  For each
+    head
+
+        row  j * head_dim / 2 + i  is  GGUF's row  2i + j,    j = 0, 1
+
+    so a head of 8 takes the rows 0, 2, 4, 6, 1, 3, 5, 7.  This holds for weights, packed or not,
+    and for biases; other families store the rows unpermuted.
+
+    Args:
+        num_heads: Heads of this projection: the query heads for q, the key/value heads for k.
+        head_dim: Width of a head, even.
+
+    Raises:
+        ValueError: There are no heads, or the width is odd.
+    """
+    if num_heads < 1 or head_dim < 2 or head_dim % 2:
+        raise ValueError(
+            f"{num_heads} heads of width {head_dim} have no rotary pairs; give at least one head of"
+            " an even width"
+        )
+    rows = np.arange(num_heads * head_dim, dtype=np.int64)
+    return rows.reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _is_array(value: Any, kinds: str) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in kinds
+
+
+def _what_else(head: bytes) -> str:
+    """Say what a file without the magic looks like, and what to do about it."""
+    if not head:
+        return "is empty (0 bytes); download it again"
+    if head[:2] == b"PK":
+        return (
+            "is a zip archive, as PyTorch writes, not GGUF; use the model's .gguf or .safetensors"
+        )
+    if head[8:9] == b"{":
+        return "is a safetensors file, not GGUF; load it as one, under the suffix .safetensors"
+    if head[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):  # ggml, ggmf, ggjt, ggla as u32
+        return "is a GGML file from before GGUF; get a .gguf file of the model"
+    if head.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository"
+    if head.lstrip()[:1] in (b"{", b"[", b"<"):
+        return "is JSON or HTML text, not GGUF; check the address that it was downloaded from"
+    return f"starts with {head[:4]!r}, and a GGUF file with b'GGUF'; give the model's .gguf file"
+
+
+def _read_version(cursor: Cursor) -> int:
+    cursor.step(4, "the magic")
+    version = cursor.u32("the version")
+    if version in (2, 3):
+        return version
+    if version and version & 0xFFFF == 0:
+        raise cursor.refuse("is big-endian, and only little-endian GGUF is read", RECONVERT)
+    if version == 1:
+        raise cursor.refuse("is GGUF version 1, and 2 and 3 are read", RECONVERT)
+    raise cursor.refuse(f"is GGUF version {version}, and 2 and 3 are read")
+
+
+def _read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+    """Read the tensor infos; check that each tensor lies inside the file and shares no byte."""
+    entries: dict[str, tuple[tuple[int, ...], Format, int]] = {}
+    for i in range(count):
+        name = cursor.name(f"the name of tensor {i}")
+        if name in entries:
+            raise cursor.refuse(f"has the tensor {shown(name)} twice")
+        entries[name] = _read_entry(cursor, f"tensor {shown(name)}", alignment)
+    data_start = -(-cursor.pos // alignment) * alignment
+    tensors = {}
+    for name, (shape, format, offset) in entries.items():
+        nbytes = math.prod(shape) // format.group * format.block_bytes  # Python ints: no wrap
+        start = data_start + offset
+        if start + nbytes > cursor.end:
+            raise cursor.refuse(
+                f"tensor {shown(name)}, {format.name} of shape {shape}, ends at byte"
+                f" {start + nbytes}, and the file at {cursor.end}",
+                CUT_SHORT,
+            )
+        tensors[name] = TensorInfo(
+            name=name, shape=shape, type_name=format.name, offset=start, nbytes=nbytes
+        )
+    by_offset = sorted(tensors.values(), key=lambda t: t.offset)
+    for a, b in itertools.pairwise(by_offset):
+        if a.offset + a.nbytes > b.offset:
+            raise cursor.refuse(
+                f"tensors {shown(a.name)} and {shown(b.name)} share the bytes from {b.offset} on"
+            )
+    return tensors
+
+
+def _read_entry(cursor: Cursor, what: str, alignment: int) -> tuple[tuple[int, ...], Format, int]:
+    """Read a tensor's shape (in numpy's order), format and offset; check each by itself."""
+    num_dims = cursor.u32(f"the number of axes of {what}")
+    if num_dims > MAX_DIMS:
+        raise cursor.refuse(f"{what} claims {num_dims} axes, and GGUF has at most {MAX_DIMS}")
+    shape = tuple(cursor.u64(f"the shape of {what}") for _ in range(num_dims))[::-1]
+    number = cursor.u32(f"the type of {what}")
+    if number not in GGML_TYPES:
+        removed = REMOVED_GGML_TYPES.get(number)
+        known = f"{removed}, which ggml has removed" if removed else "which is not known"
+        raise cursor.refuse(
+            f"{what} has the type {number}, {known}", "get a file of another type, such as Q8_0"
+        )
+    format = GGML_TYPES[number]
+    if 0 in shape:
+        raise cursor.refuse(f"{what} has the shape {shape}, and no axis may be 0")
+    if (shape[-1] if shape else 1) % format.group:
+        raise cursor.refuse(
+            f"{what} is {format.name} of shape {shape}, and its rows must be whole blocks of"
+            f" {format.group}"
+        )
+    offset = cursor.u64(f"the offset of {what}")
+    if offset % alignment:
+        raise cursor.refuse(
+            f"{what} has the offset {offset}, not a multiple of the alignment {alignment}"
+        )
+    return shape, format, offset
