@@ -1,0 +1,9 @@
+"""Text to token ids and back: tokenizers from GGUF metadata, chat templates, incremental decoding.
+
+Nothing here imports JAX; `tokenizers` and `jinja2` are imported when they are first needed.
+"""
+
+from infer.tokenizer.decoding import DecodeStream
+from infer.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["DecodeStream", "Tokenizer"]

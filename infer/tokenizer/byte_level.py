@@ -1,0 +1,76 @@
+"""Byte-level BPE, the kind `gpt2`: words by regular expression, bytes as letters, merges by rank."""
+
+from functools import cached_property
+from typing import Any
+
+from infer.errors import WeightFormatError
+from infer.tokenizer.vocabulary import SPECIAL, TokenType, Vocabulary
+
+
+def _letters() -> dict[int, str]:
+    """The letter that stands for each byte: itself where it prints, else the next from U+0100.
+
+    Source: GPT-2, `encoder.py`, bytes_to_unicode.
+    """
+    printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printing)
+    return {byte: chr(byte) for byte in printing} | {
+        byte: chr(0x100 + i) for i, byte in enumerate(others)
+    }
+
+
+_BYTE_OF_LETTER = {letter: byte for byte, letter in _letters().items()}
+
+
+class ByteLevelCodec:
+    """Encoding by the `tokenizers` library, built at first use; decoding by the letters' bytes.
+
+    A byte that the vocabulary lacks is left out, as the original tokenizers and llama.cpp do:
+    SmolLM2 has no token for the bytes 04, 06, 13, 14, 16, 1D, F1 and F2. The library then also merges
+    over the gap, which llama.cpp does not: of the text `!\\x04!` it makes the token `!!`.
+    """
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text without special tokens."""
+        return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; its text where that is not made of the bytes' letters."""
+        text = self._vocabulary.tokens[token_id]
+        token_type = self._vocabulary.types[token_id]
+        if token_type not in SPECIAL and token_type != TokenType.USER_DEFINED:
+            try:
+                return bytes(map(_BYTE_OF_LETTER.__getitem__, text))
+            except KeyError:
+                pass
+        return text.encode()
+
+    @cached_property
+    def _library(self) -> Any:
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+        vocabulary = self._vocabulary
+        assert vocabulary.pre is not None, vocabulary.kind
+        # A special token must never come out of plain text, not even by `ignore_merges`.
+        mergeable = {
+            text: i
+            for i, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+            if kind not in SPECIAL
+        }
+        try:
+            model = models.BPE(
+                mergeable, vocabulary.merges, ignore_merges=vocabulary.pre.ignore_merges
+            )
+        except Exception as error:
+            raise WeightFormatError(f"tokenizer.ggml.merges do not fit the tokens: {error}") from error
+        library = Tokenizer(model)
+        library.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                *(pre_tokenizers.Split(Regex(p), "isolated") for p in vocabulary.pre.patterns),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        return library

@@ -1,0 +1,143 @@
+"""SentencePiece BPE, the kind `llama`: the adjacent pair with the best score merges first."""
+
+import heapq
+import re
+from functools import lru_cache
+
+from infer.errors import WeightFormatError
+from infer.tokenizer.vocabulary import TokenType, Vocabulary
+
+_SPACE = "\u2581"  # SentencePiece's visible space
+_MERGEABLE = frozenset({TokenType.UNDEFINED, TokenType.NORMAL, TokenType.UNUSED})
+_CACHED_WORDS = 1 << 16
+_CACHED_LEN = 64
+
+
+class ScoreMergeCodec:
+    """Merging over a heap of pairs, exact by construction, word by word, with a cache of words.
+
+    A text may be cut before a space wherever no token spans that place: merges on the two sides
+    then never meet, and the ids are those of the whole text.
+
+    Source: SentencePiece, `bpe_model.cc`. Control and byte tokens never come out of plain text and a
+    token of the type UNUSED is taken apart again, as there; llama.cpp does neither.
+    """
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        types = vocabulary.types
+        self._ids = {
+            text: i for i, text in enumerate(vocabulary.tokens) if types[i] in _MERGEABLE
+        }
+        # heapq pops the smallest; equal scores go to the leftmost pair.
+        self._ranks = [-score for score in vocabulary.scores]
+        self._byte_ids = _byte_ids(vocabulary)
+        self._border = _word_border(self._ids)
+        self._encode_cached = lru_cache(_CACHED_WORDS)(self._encode_word)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text without special tokens; no space is put in front."""
+        ids: list[int] = []
+        for word in self._border.split(text.replace(" ", _SPACE)):
+            encode = self._encode_cached if len(word) <= _CACHED_LEN else self._encode_word
+            ids.extend(encode(word))
+        return ids if self._byte_ids else self._join_unknown(ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for."""
+        text = self._vocabulary.tokens[token_id]
+        kind = self._vocabulary.types[token_id]
+        if kind == TokenType.BYTE:
+            return bytes([_byte_value(text)])
+        if kind in _MERGEABLE:
+            text = text.replace(_SPACE, " ")
+        return text.encode()
+
+    def _encode_word(self, word: str) -> tuple[int, ...]:
+        ids, ranks = self._ids, self._ranks
+        symbols = list(word)  # "" where a symbol was merged into the one on its left
+        size = len(symbols)
+        before = list(range(-1, size - 1))
+        after = list(range(1, size + 1))
+        parts: dict[str, tuple[str, str]] = {}
+        heap: list[tuple[float, int, int, int]] = []
+
+        def offer(left: int, right: int) -> None:
+            text = symbols[left] + symbols[right]
+            token_id = ids.get(text)
+            if token_id is not None:
+                heapq.heappush(heap, (ranks[token_id], left, right, len(text)))
+                if self._vocabulary.types[token_id] == TokenType.UNUSED:
+                    parts[text] = (symbols[left], symbols[right])
+
+        for left in range(size - 1):
+            offer(left, left + 1)
+        while heap:
+            _, left, right, length = heapq.heappop(heap)
+            # Stale where either side was merged since: it is gone, or it has grown.
+            if not (symbols[left] and symbols[right]):
+                continue
+            if len(symbols[left]) + len(symbols[right]) != length:
+                continue
+            symbols[left] += symbols[right]
+            symbols[right] = ""
+            following = after[right]
+            after[left] = following
+            if following < size:
+                before[following] = left
+                offer(left, following)
+            if before[left] >= 0:
+                offer(before[left], left)
+        return tuple(i for symbol in symbols if symbol for i in self._symbol_ids(symbol, parts))
+
+    def _symbol_ids(self, symbol: str, parts: dict[str, tuple[str, str]]) -> list[int]:
+        """The id of a finished symbol; its parts' if UNUSED; its bytes' or UNK if it is no token."""
+        if symbol in parts:
+            return [i for part in parts[symbol] for i in self._symbol_ids(part, parts)]
+        token_id = self._ids.get(symbol)
+        if token_id is not None:
+            return [token_id]
+        if self._byte_ids:
+            return [self._byte_ids[byte] for byte in symbol.encode()]
+        assert self._vocabulary.unk_id is not None
+        return [self._vocabulary.unk_id]
+
+    def _join_unknown(self, ids: list[int]) -> list[int]:
+        """A run of unknown characters is one UNK, as in SentencePiece."""
+        unk = self._vocabulary.unk_id
+        return [i for at, i in enumerate(ids) if i != unk or at == 0 or ids[at - 1] != unk]
+
+
+def _byte_value(text: str) -> int:
+    if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
+        raise WeightFormatError(f"the byte token {text!r} is not of the form <0x41>")
+    return int(text[3:5], 16)
+
+
+def _byte_ids(vocabulary: Vocabulary) -> list[int]:
+    """The id of each byte; empty where the vocabulary has no byte tokens.
+
+    Raises:
+        WeightFormatError: some bytes are missing, or there are none and no unknown token.
+    """
+    found = {
+        _byte_value(text): i
+        for i, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+        if kind == TokenType.BYTE
+    }
+    missing = [byte for byte in range(256) if byte not in found]
+    if len(missing) == 256 and vocabulary.unk_id is not None:
+        return []
+    if missing:
+        raise WeightFormatError(
+            f"tokenizer.ggml.tokens has no byte token <0x{missing[0]:02X}> ({len(missing)} of 256 "
+            "are missing); all or none, and with none an unknown token"
+        )
+    return [found[byte] for byte in range(256)]
+
+
+def _word_border(ids: dict[str, int]) -> re.Pattern[str]:
+    """Matches the empty place before a space that no token of the vocabulary reaches across."""
+    crossing = set(re.findall(rf"[^{_SPACE}\0](?={_SPACE})", "\0".join(ids)))
+    joined = "".join(map(re.escape, sorted(crossing)))
+    return re.compile(rf"(?={_SPACE})(?<=[^{_SPACE}{joined}])")

@@ -1,0 +1,249 @@
+"""The tokenizer that the rest of the package uses, built from the metadata of a GGUF file."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from operator import index
+from typing import Any, SupportsIndex
+
+from infer.errors import ConfigError, RequestError
+from infer.tokenizer.byte_level import ByteLevelCodec
+from infer.tokenizer.decoding import DecodeStream
+from infer.tokenizer.score_merge import ScoreMergeCodec
+from infer.tokenizer.splitting import TokenSplitter
+from infer.tokenizer.vocabulary import SPECIAL, TokenType, Vocabulary
+
+
+class Tokenizer:
+    """Text to ids and back. Immutable, and safe to use from several threads.
+
+    For every id, `token_bytes` is the whole truth: decoding joins them and reads UTF-8, a byte that
+    fits nowhere becomes U+FFFD. Nothing is cleaned up (llama.cpp takes spaces before punctuation
+    away for some vocabularies), so that the text of a stream never changes afterwards.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, chat_template: str | None = None):
+        self._vocabulary = vocabulary
+        self.chat_template: str | None = chat_template or vocabulary.chat_template
+        is_llama = vocabulary.kind == "llama"
+        self._codec = ScoreMergeCodec(vocabulary) if is_llama else ByteLevelCodec(vocabulary)
+
+    @classmethod
+    def from_gguf(
+        cls, metadata: Mapping[str, Any], *, chat_template: str | None = None
+    ) -> "Tokenizer":
+        """Build the tokenizer that a GGUF file describes.
+
+        Args:
+            metadata: the file's key-value pairs: Python scalars, str, list[str], and numpy arrays.
+            chat_template: used in place of the file's own.
+
+        Raises:
+            WeightFormatError: a key is missing or broken, or the kind of tokenizer is not known.
+        """
+        return cls(Vocabulary.from_gguf(metadata), chat_template=chat_template)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids; a model's logits may be wider."""
+        return len(self._vocabulary.tokens)
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a sequence."""
+        return self._vocabulary.bos_id
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every token that ends a generation; the file's own EOS first."""
+        return self._vocabulary.eos_ids
+
+    @property
+    def pad_id(self) -> int | None:
+        """The file's padding token."""
+        return self._vocabulary.pad_id
+
+    @property
+    def unk_id(self) -> int | None:
+        """The token for what cannot be encoded."""
+        return self._vocabulary.unk_id
+
+    @property
+    def add_bos(self) -> bool:
+        """The file's rule: whether a prompt starts with BOS."""
+        return self._vocabulary.add_bos
+
+    @property
+    def add_space_prefix(self) -> bool:
+        """Whether a text gets a space in front before it is encoded."""
+        return self._vocabulary.add_space_prefix
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Control and unknown tokens: matched in text only on request, and not shown."""
+        return frozenset(i for i, kind in enumerate(self._vocabulary.types) if kind in SPECIAL)
+
+    def encode(
+        self, text: str, *, add_bos: bool | None = None, parse_special: bool = False
+    ) -> list[int]:
+        """Turn text into ids.
+
+        BOS stands in front at most once: where the parsed text begins with it, none is added. EOS is
+        never added, whatever the file says: a prompt goes on. The empty text is `[bos]` or, without
+        BOS, `[]`, which `generate` refuses.
+
+        Args:
+            text: any text without lone surrogates.
+            add_bos: put BOS in front; None follows the file's rule.
+            parse_special: match the texts of control tokens. Leave it off for what users wrote.
+
+        Raises:
+            RequestError: not a string, a lone surrogate, or BOS was asked for and there is none.
+        """
+        _check_text(text)
+        splitter = self._special_splitter if parse_special else self._plain_splitter
+        ids = self._encode_parts(text, splitter)
+        if self.add_bos if add_bos is None else add_bos:
+            if self.bos_id is None:
+                raise RequestError("add_bos=True, but this tokenizer has no BOS token; use False")
+            if not ids or ids[0] != self.bos_id:
+                ids.insert(0, self.bos_id)
+        return ids
+
+    def decode(
+        self,
+        ids: Iterable[SupportsIndex],
+        *,
+        skip_special_tokens: bool = True,
+        continuation: bool = False,
+    ) -> str:
+        """Turn ids into text; the options are those of DecodeStream.
+
+        Raises:
+            RequestError: an id is not one of the vocabulary.
+        """
+        stream = self.stream(skip_special_tokens=skip_special_tokens, continuation=continuation)
+        return b"".join(map(stream.visible_bytes, ids)).decode(errors="replace")
+
+    def stream(
+        self, *, skip_special_tokens: bool = True, continuation: bool = False
+    ) -> DecodeStream:
+        """Start decoding a sequence token by token."""
+        return DecodeStream(
+            self, skip_special_tokens=skip_special_tokens, continuation=continuation
+        )
+
+    def token_bytes(self, token_id: SupportsIndex) -> bytes:
+        """The bytes a token stands for; for a special token, its text.
+
+        Raises:
+            RequestError: the id is not one of the vocabulary.
+        """
+        try:
+            token = index(token_id)
+        except TypeError:
+            raise RequestError(f"token id {token_id!r:.40} is not an integer") from None
+        if not 0 <= token < self.vocab_size:
+            raise RequestError(f"token id {token} is not in the vocabulary, 0 to {self.vocab_size - 1}")
+        return self._codec.token_bytes(token)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: bool = True,
+        tools: Sequence[Any] | None = None,
+        **variables: Any,
+    ) -> list[int] | str:
+        """Render a conversation with the chat template and, unless told otherwise, encode it.
+
+        Control tokens are matched in the rendered text, those in a message's content included, as
+        the model's own tokenizer does. BOS by the file's rule, once: a template that writes it gets
+        no second one.
+
+        Args:
+            messages: mappings with a `role` and what the template reads beside it.
+            add_generation_prompt: end where the assistant's answer begins.
+            tokenize: return ids; False returns the text.
+            tools: descriptions of functions, as the template expects them.
+            variables: further variables of the template, such as enable_thinking.
+
+        Raises:
+            ConfigError: there is no chat template, or it does not compile.
+            RequestError: the template refused the messages, failed, or did what it may not.
+        """
+        text = self._chat.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            **self._token_texts(),
+            **variables,
+        )
+        return self.encode(text, parse_special=True) if tokenize else text
+
+    @cached_property
+    def _chat(self) -> Any:
+        from infer.tokenizer.chat import ChatTemplate
+
+        if self.chat_template is None:
+            raise ConfigError(
+                "this model has no chat template (a base model?); "
+                "pass chat_template=... or use completion"
+            )
+        return ChatTemplate(self.chat_template)
+
+    def _token_texts(self) -> dict[str, str]:
+        tokens = self._vocabulary.tokens
+        named = {
+            "bos_token": self.bos_id,
+            "eos_token": self.eos_ids[0] if self.eos_ids else None,
+            "unk_token": self.unk_id,
+            "pad_token": self.pad_id,
+        }
+        return {name: "" if i is None else tokens[i] for name, i in named.items()}
+
+    @cached_property
+    def _plain_splitter(self) -> TokenSplitter:
+        return self._splitter(frozenset({TokenType.USER_DEFINED}))
+
+    @cached_property
+    def _special_splitter(self) -> TokenSplitter:
+        return self._splitter(SPECIAL | {TokenType.USER_DEFINED})
+
+    def _splitter(self, kinds: frozenset[TokenType]) -> TokenSplitter:
+        vocabulary = self._vocabulary
+        return TokenSplitter(
+            {text: i for i, text in enumerate(vocabulary.tokens) if vocabulary.types[i] in kinds}
+        )
+
+    def _encode_parts(self, text: str, splitter: TokenSplitter) -> list[int]:
+        """Ids of a text; the space prefix, where it is the rule, begins each stretch of plain text.
+
+        llama.cpp begins another stretch after a user-defined token; SentencePiece, and we, do not.
+        """
+        ids: list[int] = []
+        stretch_start = self.add_space_prefix
+        for part in splitter.split(text):
+            if isinstance(part, str):
+                ids.extend(self._codec.encode(" " + part if stretch_start else part))
+            elif part in self.special_ids:
+                ids.append(part)
+                stretch_start = self.add_space_prefix
+                continue
+            else:
+                ids.extend(self._codec.encode(" ") if stretch_start else [])
+                ids.append(part)
+            stretch_start = False
+        return ids
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"text is {type(text).__name__}, not str; decode bytes first")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"text has the lone surrogate U+{ord(text[error.start]):04X} at {error.start}, which is "
+            "no character; replace it, as text.encode('utf-8', 'replace').decode() does"
+        ) from None
