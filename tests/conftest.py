@@ -9,7 +9,9 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-install_import_hook("infer", "beartype.beartype")
+from tests import typecheck
+
+install_import_hook("infer", f"{typecheck.__name__}.checked")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,0 +1,62 @@
+"""What the formulas need to know of a model: counts and bytes, no weights, no JAX."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """What one layer caches for a token.
+
+    MHA and GQA: `num_kv_heads` keys of `k_head_dim` and values of `v_head_dim` numbers.
+    MLA: one latent of `latent_dim` and one rotary key of `rope_dim` numbers, whatever the number of
+    heads (DeepSeek-V2, section 2.1, arXiv:2405.04434); the head fields are 0.
+    `window` is the number of tokens that a sliding layer sees, the query's own included; None: all.
+    `kv_bytes` is the bytes of a cached number, its share of scales included in a quantised cache.
+    """
+
+    num_kv_heads: int = 0
+    k_head_dim: int = 0
+    v_head_dim: int = 0
+    latent_dim: int = 0
+    rope_dim: int = 0
+    window: int | None = None
+    kv_bytes: float = 2
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that this layer caches for one token."""
+        heads = self.num_kv_heads * (self.k_head_dim + self.v_head_dim)
+        return (heads + self.latent_dim + self.rope_dim) * self.kv_bytes
+
+    def visible(self, context: int) -> int:
+        """Return how many of `context` cached tokens the next query attends to."""
+        return context if self.window is None else min(context, self.window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model as the planner sees it: `layers` has one entry a layer that caches keys and values.
+
+    `weight_bytes` are the bytes in memory, quantised weights as they are packed.  `num_params`
+    counts those that one token multiplies with: for a mixture of experts the active ones.
+    """
+
+    num_params: int
+    weight_bytes: int
+    layers: tuple[AttentionShape, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.layers)
+
+
+def uniform(num_layers: int, layer: AttentionShape) -> tuple[AttentionShape, ...]:
+    """Return `num_layers` equal layers."""
+    return (layer,) * num_layers
+
+
+def kv_bytes_per_token(layers: Iterable[AttentionShape]) -> float:
+    """Return the bytes that all layers cache for one token: 2 * L * K * H * bytes for plain GQA."""
+    return sum(layer.bytes_per_token for layer in layers)
