@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from infer.compiling import compile_stats
     from infer.config import ModelConfig
     from infer.errors import CapacityError, ConfigError, RequestError, WeightFormatError
-    from infer.generate import Generation, GenerationResult, generate, stream
+    from infer.generation import Generation, GenerationResult, generate, stream
     from infer.model import Model, load
     from infer.models.decoder import score
     from infer.models.params import Params
@@ -29,8 +29,8 @@ __version__ = "0.1.0"
 _HOME = {
     "CapacityError": "infer.errors",
     "ConfigError": "infer.errors",
-    "Generation": "infer.generate",
-    "GenerationResult": "infer.generate",
+    "Generation": "infer.generation",
+    "GenerationResult": "infer.generation",
     "Model": "infer.model",
     "ModelConfig": "infer.config",
     "Params": "infer.models.params",
@@ -42,11 +42,11 @@ _HOME = {
     "WeightFormatError": "infer.errors",
     "backends": "infer.backend",
     "compile_stats": "infer.compiling",
-    "generate": "infer.generate",
+    "generate": "infer.generation",
     "load": "infer.model",
     "pull": "infer.weights.bundled",
     "score": "infer.models.decoder",
-    "stream": "infer.generate",
+    "stream": "infer.generation",
     "use_backend": "infer.backend",
 }
 __all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604

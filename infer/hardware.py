@@ -238,3 +238,18 @@ def _measure_f32_flops() -> float:
         np.matmul(a, a)
         times.append(time.perf_counter() - start)
     return 2 * n**3 / min(times)
+
+
+def available_memory_bytes() -> int | None:
+    """Return the bytes that this process can still take, the container's limit counted; None where unknown."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            return min(free, int(limit.read()) - int(used.read()))
+    except (OSError, ValueError):  # no such file, or "max"
+        return free

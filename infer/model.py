@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from infer.config import ModelConfig
 from infer.errors import ConfigError
-from infer.generate import GenerationResult, generate, stream
+from infer.generation import GenerationResult, generate, stream
 from infer.models.params import Params
 from infer.sampling import SamplingParams
 from infer.tokenizer import Tokenizer

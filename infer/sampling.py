@@ -10,6 +10,7 @@ batch nor chunking can change what a request draws.
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -51,14 +52,14 @@ class SamplingParams:
       logprobs: how many top log-probabilities to return per token beside the drawn token's own; 0 to 20, None for none.
     """
 
-    temperature: float = 1.0
+    temperature: float | int = 1.0
     top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_p: float | int = 1.0
+    min_p: float | int = 0.0
     seed: int | None = None
     max_tokens: int = 16
     min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 

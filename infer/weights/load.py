@@ -13,7 +13,7 @@ from infer.hardware import available_memory_bytes
 from infer.models.family import Family
 from infer.models.params import LayerParams, Params, expected_shapes
 from infer.models.registry import family_of
-from infer.quant.formats import FORMATS
+from infer.quant.blocks import FORMATS
 from infer.quant.qarray import QArray
 from infer.weights.gguf import GGUFFile, rope_row_order
 
@@ -21,6 +21,8 @@ from infer.weights.gguf import GGUFFile, rope_row_order
 Progress = Callable[[int, int], None]
 
 _DIVISORS = "rope_freqs.weight"
+# Types that are plain numbers: they become float arrays even where quantised matrices stay packed.
+_PLAIN = ("F32", "F16", "BF16")
 # Room beside the weights for a small cache and the temporaries of a step, as a share of the weights.
 _HEADROOM = 0.15
 
@@ -93,7 +95,7 @@ def _check_tensors(file: GGUFFile, names: Params, config: ModelConfig) -> None:
             problems.append(f"{name} is missing")
         elif tuple(info.shape) != shape:
             problems.append(f"{name} is {list(info.shape)}, must be {list(shape)}")
-        elif info.type_name not in FORMATS and info.type_name not in ("F32", "F16", "BF16"):
+        elif info.type_name not in FORMATS and info.type_name not in _PLAIN:
             problems.append(f"{name} is {info.type_name}, which this version does not read")
     problems += [
         f"{name} has no place in a {config.family} model" for name in file.tensors if name not in wanted and name != _DIVISORS
@@ -103,11 +105,15 @@ def _check_tensors(file: GGUFFile, names: Params, config: ModelConfig) -> None:
         raise WeightFormatError(f"{file.path}: {shown}")
 
 
+def _stays_packed(type_name: str, packed: bool) -> bool:
+    return packed and type_name not in _PLAIN
+
+
 def _check_memory(file: GGUFFile, names: Params, dtype: jnp.dtype, packed: bool) -> None:
     weights = 0
     for name, shape in _slots(names).items():
         info = file.tensors[name]
-        keep = packed and info.type_name in FORMATS
+        keep = _stays_packed(info.type_name, packed)
         weights += info.nbytes if keep else int(np.prod(shape)) * jnp.dtype(dtype).itemsize
     need, available = int(weights * (1 + _HEADROOM)), available_memory_bytes()
     if available is not None and need > available:
@@ -137,7 +143,7 @@ def _read(
         order = None
         if family.permuted_rope and heads:
             order = rope_row_order(heads, config.head_dim)
-        if packed and info.type_name in FORMATS:
+        if _stays_packed(info.type_name, packed):
             raw = file.raw(name)
             data = jnp.asarray(raw if order is None else raw[order])
             leaf = QArray.create(data, FORMATS[info.type_name], tuple(info.shape))

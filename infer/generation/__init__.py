@@ -1,6 +1,6 @@
 """`generate(params, prompts)`: prefill, decode, sampling and refill of slots in one XLA program."""
 
-from infer.generate.facade import generate, stream
-from infer.generate.result import Generation, GenerationResult
+from infer.generation.facade import generate, stream
+from infer.generation.result import Generation, GenerationResult
 
 __all__ = ["Generation", "GenerationResult", "generate", "stream"]

@@ -11,7 +11,7 @@ import numpy as np
 from infer.cache.paged import pages_for
 from infer.config import ModelConfig
 from infer.errors import CapacityError, RequestError
-from infer.generate.program import Lanes, Requests
+from infer.generation.program import Lanes, Requests
 from infer.sampling import SamplingParams, SamplingState, request_keys, seed_words
 
 # One tile of a prefill pass: long enough for full dots, short enough that a short prompt wastes little.
@@ -52,12 +52,11 @@ def bucket(value: int, smallest: int) -> int:
     return max(smallest, 1 << max(0, value - 1).bit_length())
 
 
-def lanes_for(prefill_chunk: int, prompt_cap: int) -> Lanes:
-    """Return tiles whose tokens in one pass are at most `prefill_chunk`, and no more than all prompts need."""
-    if prefill_chunk < 1:
-        raise RequestError(f"prefill_chunk is {prefill_chunk}, must be at least 1 token a pass; the default is 256")
+def lanes_for(prefill_chunk: int, prompt_cap: int, slots: int) -> Lanes:
+    """Return tiles whose tokens in one pass are at most `prefill_chunk`, and no more than all slots can fill."""
     tile = min(TILE, prefill_chunk, prompt_cap)
-    return Lanes(tile=tile, num_tiles=max(1, min(prefill_chunk, 1 << 20) // tile))
+    most_useful = slots * -(-prompt_cap // tile)
+    return Lanes(tile=tile, num_tiles=max(1, min(prefill_chunk // tile, most_useful)))
 
 
 def token_rows(

@@ -19,10 +19,10 @@ from jax import Array
 from infer.cache import paged
 from infer.compiling import num_traces, record_trace
 from infer.errors import RequestError
-from infer.generate import prepare
-from infer.generate.prepare import Caps, TextCodec
-from infer.generate.program import Finish, Lanes, Requests, State, initial_state, run
-from infer.generate.result import FINISH_WORDS, Generation, GenerationResult
+from infer.generation import prepare
+from infer.generation.prepare import Caps, TextCodec
+from infer.generation.program import Finish, Lanes, Requests, State, initial_state, run
+from infer.generation.result import FINISH_WORDS, Generation, GenerationResult
 from infer.models.params import Params
 from infer.sampling import GREEDY_BELOW, SamplingParams, SamplingState
 
@@ -240,7 +240,7 @@ class _Job:
             page_size=page_size,
             stop_ids=prepare.bucket(max(map(len, stops)), 4),
             logprobs=next(c for c in prepare.LOGPROB_COUNTS if c >= asked),
-            lanes=prepare.lanes_for(prefill_chunk, prompt_cap),
+            lanes=prepare.lanes_for(prefill_chunk, prompt_cap, slots),
         )
         state = prepare.sampling_state(
             each,
@@ -404,7 +404,7 @@ def _generate_pure(
         page_size=page_size,
         stop_ids=state.stop_ids.shape[1],
         logprobs=logprobs,
-        lanes=prepare.lanes_for(prefill_chunk, length),
+        lanes=prepare.lanes_for(prefill_chunk, length, slots),
     )
     requests = Requests(
         prompts=prompts.astype(jnp.int32),

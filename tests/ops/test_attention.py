@@ -1,0 +1,84 @@
+"""Dense and paged attention: against numpy, against each other, and with poisoned memory."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infer.ops.attention import dense_attention, paged_attention, visible
+from tests.tolerances import tolerance
+
+
+def _reference(q, k, v, scale, window, softcap):
+    """Attention of one sequence in float64, from the definition."""
+    (t, n, h), (_, num_kv, _) = q.shape, k.shape
+    out = np.zeros((t, n, h))
+    for i, head in itertools.product(range(t), range(n)):
+        keys = range(max(0, i - window + 1) if window else 0, i + 1)
+        s = np.array([scale * float(q[i, head] @ k[j, head * num_kv // n]) for j in keys])
+        if softcap:
+            s = softcap * np.tanh(s / softcap)
+        w = np.exp(s - s.max())
+        out[i, head] = sum(wj * v[j, head * num_kv // n] for wj, j in zip(w / w.sum(), keys, strict=True))
+    return out
+
+
+def _qkv(length: int, heads: int, kv: int, width: int, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((length, n, width)) for n in (heads, kv, kv))
+
+
+def test_a_window_counts_the_query_itself() -> None:
+    i = jnp.arange(7, dtype=jnp.int32)
+    mask = np.asarray(visible(i, i, 3))
+    assert mask.sum(1).tolist() == [1, 2, 3, 3, 3, 3, 3]
+    assert np.flatnonzero(mask[6]).tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (5, 2.0), (None, 1.5)])
+@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (4, 2), (3, 1)])
+def test_dense_attention_is_the_definition(heads, kv, window, softcap) -> None:
+    q, k, v = _qkv(9, heads, kv, 8)
+    y = dense_attention(
+        *(jnp.asarray(x[None], jnp.float32) for x in (q, k, v)), scale=0.3, window=window, softcap=softcap
+    )
+    np.testing.assert_allclose(y[0], _reference(q, k, v, 0.3, window, softcap), **tolerance("float32", 64))
+
+
+def _paged(k: np.ndarray, v: np.ndarray, page_size: int, poison: float):
+    """Pages in a scattered order, everything that belongs to nobody filled with `poison`."""
+    length, kv, width = k.shape
+    used = -(-length // page_size)
+    num_pages = used + 3
+    order = np.random.default_rng(1).permutation(num_pages - 1)[:used]  # the last page is never used
+    pools = np.full((2, num_pages, kv, page_size, width), poison, np.float32)
+    for j in range(length):
+        pools[:, order[j // page_size], :, j % page_size] = np.stack([k[j], v[j]])
+    table = np.full(used + 2, num_pages, np.int32)
+    table[:used] = order
+    return jnp.asarray(pools[0]), jnp.asarray(pools[1]), jnp.asarray(table)
+
+
+@pytest.mark.parametrize("poison", [0.0, np.nan], ids=["clean", "nan"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 2.0)])
+def test_paged_attention_equals_dense_whatever_lies_in_unused_memory(page_size, window, softcap, poison) -> None:
+    length = 150 if page_size == 16 else 23
+    q, k, v = _qkv(length, 4, 2, 8)
+    k_pages, v_pages, table = _paged(k, v, page_size, poison)
+    want = _reference(q, k, v, 0.3, window, softcap)
+    # One decode token, a chunk at the end, and the whole prompt at once; a padding row beside each.
+    for first in (length - 1, length - 5, 0):
+        positions = np.arange(first, length)
+        padded = np.stack([positions, np.full_like(positions, -1)]).astype(np.int32)
+        tables = jnp.stack([table, jnp.full_like(table, k_pages.shape[0])])
+        queries = np.stack([q[first:], q[first:]]).astype(np.float32)
+        y = jax.jit(paged_attention, static_argnames=("scale", "window", "softcap"))(
+            jnp.asarray(queries), k_pages, v_pages, tables, jnp.asarray(padded), scale=0.3, window=window, softcap=softcap
+        )
+        chex.assert_tree_all_finite(y)
+        np.testing.assert_allclose(y[0], want[first:], **tolerance("float32", 256))
+        np.testing.assert_array_equal(y[1], 0)
