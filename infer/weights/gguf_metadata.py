@@ -39,7 +39,7 @@ _MIN_BYTES |= {STRING: 8, ARRAY: 12}
 # Ours, far above any model, since a header that claims more only costs the reader time:
 # vocabularies have 10^5 to 10^6 strings, files some 50 keys.  The specification limits a key to
 # 2^16 - 1 bytes.
-MAX_STRINGS = 1 << 23  # in all arrays of a file together; an array in an array counts as 256
+MAX_STRINGS = 1 << 22  # in all arrays of a file together; an array in an array counts as 256
 MAX_KEYS = 1 << 16
 MAX_NAME_BYTES = (1 << 16) - 1
 MAX_ARRAY_DEPTH = 8

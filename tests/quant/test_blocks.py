@@ -208,7 +208,7 @@ def test_host_path_casts_once_and_keeps_the_shape():
 
 def test_host_path_decodes_across_chunks():
     format = FORMATS["Q4_0"]
-    num_rows = 300  # 307,200 weights: two chunks and a part
+    num_rows = 300  # 307,200 weights: no whole number of chunks
     packed = np.tile(np.arange(18, dtype=np.uint8), (num_rows, 32))
     packed[:, 1] = np.arange(num_rows) % 100  # another scale in each row's first block
     w = dequantize_numpy(packed, format, (num_rows, 1024))
@@ -224,7 +224,7 @@ def test_host_path_needs_little_beside_the_result():
     finally:
         tracemalloc.stop()
     assert w.nbytes == 16 << 20
-    assert peak < w.nbytes + (4 << 20)
+    assert peak < w.nbytes + (1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -54,13 +54,13 @@ def test_a_long_run_of_arrays_is_refused_quickly():
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "item_bytes"), [(g.STRING, 2**21, 8), (g.ARRAY, 2**14, 12)]
+    ("kind", "count", "item_bytes"), [(g.STRING, 2**20, 8), (g.ARRAY, 2**13, 12)]
 )
 def test_strings_are_counted_over_the_whole_file(kind, count, item_bytes):
     """Arrays of empty strings, or of empty arrays: legal, and nothing but a waste of time."""
     head = struct.pack("<IIQ", g.ARRAY, kind, count)
     pairs = [g.string(f"k{i}") + head + b"\0" * (item_bytes * count) for i in range(5)]
-    with pytest.raises(WeightFormatError, match="more than 8388608 strings with metadata 'k"):
+    with pytest.raises(WeightFormatError, match="more than 4194304 strings with metadata 'k"):
         GGUFFile("m", g.gguf(pairs=pairs))
 
 
@@ -160,7 +160,7 @@ HEADER_BYTES = SMALL.index(bytes(range(68)))
     end=st.integers(0, len(SMALL)) | st.just(len(SMALL)),
     tail=st.binary(max_size=16),
 )
-@settings(max_examples=400, deadline=1000)
+@settings(max_examples=400, deadline=10_000)
 def test_bytes_changed_anywhere(flips, end, tail):
     data = bytearray(SMALL)
     for at, byte in flips:
@@ -169,7 +169,7 @@ def test_bytes_changed_anywhere(flips, end, tail):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=1000)
+@settings(max_examples=200, deadline=10_000)
 def test_any_bytes_after_the_magic(tail):
     read_everything(b"GGUF\3\0\0\0" + tail)
 
