@@ -39,7 +39,7 @@ _MIN_BYTES |= {STRING: 8, ARRAY: 12}
 # Ours, far above any model, since a header that claims more only costs the reader time:
 # vocabularies have 10^5 to 10^6 strings, files some 50 keys.  The specification limits a key to
 # 2^16 - 1 bytes.
-MAX_STRINGS = 1 << 24
+MAX_STRINGS = 1 << 22  # in all arrays of a file together; an array in an array counts as 256
 MAX_KEYS = 1 << 16
 MAX_NAME_BYTES = (1 << 16) - 1
 MAX_ARRAY_DEPTH = 8
@@ -63,6 +63,7 @@ class Cursor:
     def __init__(self, path: str, data: Any):
         """Start at the first byte of `data`, which is a mapped file or bytes."""
         self.path, self.data, self.pos, self.end = path, data, 0, len(data)
+        self._num_strings = 0
 
     def refuse(self, what: str, way_out: str = DAMAGED) -> WeightFormatError:
         """Return the error that says on one line what is wrong with this file and what to do."""
@@ -86,7 +87,7 @@ class Cursor:
         """Read an unsigned 64-bit number."""
         return _U64.unpack_from(self.data, self.step(8, what))[0]
 
-    def count(self, what: str, item_bytes: int, limit: int | None) -> int:
+    def count(self, what: str, item_bytes: int, limit: int | None = None) -> int:
         """Read a count of items of at least `item_bytes` each; refuse one that cannot be true."""
         count = self.u64(f"the number of {what}")
         left = self.end - self.pos
@@ -147,8 +148,11 @@ class Cursor:
         if depth >= MAX_ARRAY_DEPTH:
             raise self.refuse(f"{what} nests arrays deeper than the limit of {MAX_ARRAY_DEPTH}")
         item_type = self.value_type(f"the items of {what}")
-        limit = MAX_STRINGS if item_type in (STRING, ARRAY) else None
-        return item_type, self.count(f"items in {what}", _MIN_BYTES[item_type], limit)
+        count = self.count(f"items in {what}", _MIN_BYTES[item_type])
+        self._num_strings += count * {STRING: 1, ARRAY: 256}.get(item_type, 0)
+        if self._num_strings > MAX_STRINGS:
+            raise self.refuse(f"has more than {MAX_STRINGS} strings with {what}")
+        return item_type, count
 
     def _skip_strings(self, count: int, what: str) -> None:
         # The hot loop of opening a file, one unpack a string.  It cannot run away: the position
