@@ -1,19 +1,22 @@
 """The generation loop: R requests flow through B slots inside one `lax.while_loop`.
 
 A turn runs at most one prefill pass, over tiles of the waiting prompts, then at most one decode pass, one token for every
-slot that has exactly one token to do.  Each pass is a `while_loop` of at most one trip: the page pools stay in place, which
-`lax.cond` with two writing branches would not allow.  Both passes have one shape for the whole run.
+slot that has exactly one token to do; then it samples once for all slots that are ready.  Each step is a `while_loop` of at
+most one trip: the page pools stay in place, which `lax.cond` with two writing branches would not allow.  Each has one shape
+for the whole run.
 
 A prompt is always cut at multiples of the tile, and a lone last token always goes to the decode pass, so the arithmetic of a
 request does not depend on what its neighbours do.
 
 Pages are reserved at admission for the whole request.  The queue is first come, first served: a request that does not fit
-waits, and so do those behind it.  Finished slots give their pages back at the end of the pass and are refilled at once.
+waits, and so do those behind it.  Finished slots give their pages back at the end of the turn and are refilled at once.
 """
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +41,9 @@ from infer.sampling import (
     take,
     top_log_probabilities,
 )
+
+
+C = TypeVar("C")
 
 
 class Finish(enum.IntEnum):
@@ -97,6 +103,14 @@ class State:
     decode_passes: Leaf  # int32 []
 
 
+@pytree_dataclass
+class Ready:
+    """The slots whose last known token has gone through all layers in this turn."""
+
+    x: Leaf  # [B, D], their residual streams; 0 elsewhere
+    rows: Leaf  # bool [B]
+
+
 def initial_state(cache: PagedCache, requests: Requests, *, max_new: int, num_logprobs: int, vocab_size: int, pad_id: int) -> State:
     """Return the state before the first turn: every slot free, the whole queue waiting."""
     num_requests, num_slots = requests.prompts.shape[0], cache.page_table.shape[0]
@@ -149,15 +163,24 @@ def run(
         return _unfinished(s, requests) & wanted & ~s.cache.overflow
 
     def turn(s: State) -> State:
+        num_slots = s.request.shape[0]
         todo = lambda s: _tokens_to_do(s, requests)
-        s = _at_most_once(jnp.any(todo(s) > 1), lambda s: _prefill_pass(params, requests, s, lanes), s)
-        s = _at_most_once(jnp.any(todo(s) == 1), lambda s: _decode_pass(params, requests, s), s)
-        return dataclasses.replace(s, turns=s.turns + 1)
+        none = Ready(
+            x=jnp.zeros((num_slots, params.config.hidden_size), params.dtype),
+            rows=jnp.zeros(num_slots, bool),
+        )
+        c = (s, none)
+        c = _at_most_once(jnp.any(todo(s) > 1), lambda c: _prefill_pass(params, requests, *c, lanes), c)
+        c = _at_most_once(jnp.any(todo(c[0]) == 1), lambda c: _decode_pass(params, requests, *c), c)
+        s, ready = c
+        # Nothing is ready after most turns of a long prompt alone: the head, as dear as several layers, is skipped.
+        s = _at_most_once(jnp.any(ready.rows), lambda s: _emit(params, requests, s, ready), s)
+        return _admit(dataclasses.replace(s, turns=s.turns + 1), requests)
 
     return lax.while_loop(go_on, turn, _admit(state, requests))
 
 
-def _at_most_once(condition: Array, step, state: State) -> State:
+def _at_most_once(condition: Array, step: Callable[[C], C], state: C) -> C:
     """Return step(state) if `condition`, else state: as a loop, whose carry XLA keeps in place."""
     again = lambda c: c[0]
     once = lambda c: (jnp.zeros_like(c[0]), step(c[1]))
@@ -184,8 +207,10 @@ def _tokens_to_do(state: State, requests: Requests) -> Array:
 # ---- passes ----------------------------------------------------------------------------------------------------------
 
 
-def _prefill_pass(params: Params, requests: Requests, state: State, lanes: Lanes) -> State:
-    """Put up to `num_tiles` tiles of prompts into the cache, oldest request first; sample where a prompt is complete."""
+def _prefill_pass(
+    params: Params, requests: Requests, state: State, ready: Ready, lanes: Lanes
+) -> tuple[State, Ready]:
+    """Put up to `num_tiles` tiles of prompts into the cache, oldest request first; note which prompts are complete."""
     num_slots = state.request.shape[0]
     todo = _tokens_to_do(state, requests)
     order = jnp.argsort(state.request)
@@ -216,11 +241,13 @@ def _prefill_pass(params: Params, requests: Requests, state: State, lanes: Lanes
     cache = dataclasses.replace(cache, lengths=cache.lengths + done)
     state = dataclasses.replace(state, cache=cache, prefill_passes=state.prefill_passes + 1)
     complete = (done > 0) & (done == todo)
-    return _emit_and_refill(params, requests, state, x[last], complete)
+    return state, _noted(ready, complete, x[last])
 
 
-def _decode_pass(params: Params, requests: Requests, state: State) -> State:
-    """Run one token of every slot that has exactly one to do, and sample the next."""
+def _decode_pass(
+    params: Params, requests: Requests, state: State, ready: Ready
+) -> tuple[State, Ready]:
+    """Run one token of every slot that has exactly one to do."""
     num_slots = state.request.shape[0]
     active = _tokens_to_do(state, requests) == 1
     positions = jnp.where(active, state.cache.lengths, -1)
@@ -238,7 +265,11 @@ def _decode_pass(params: Params, requests: Requests, state: State) -> State:
     )
     cache = dataclasses.replace(cache, lengths=cache.lengths + active.astype(jnp.int32))
     state = dataclasses.replace(state, cache=cache, decode_passes=state.decode_passes + 1)
-    return _emit_and_refill(params, requests, state, x, active)
+    return state, _noted(ready, active, x)
+
+
+def _noted(ready: Ready, rows: Array, x: Array) -> Ready:
+    return Ready(x=jnp.where(rows[:, None], x, ready.x), rows=ready.rows | rows)
 
 
 def _through_layers(
@@ -284,20 +315,13 @@ def _through_layers(
 # ---- sampling and slots ----------------------------------------------------------------------------------------------
 
 
-def _emit_and_refill(
-    params: Params, requests: Requests, state: State, x: Float[Array, "B D"], ready: Bool[Array, " B"]
-) -> State:
-    """Sample a token for each `ready` slot, record it, free the slots that are finished, admit waiting requests."""
-    # Nothing is ready after most prefill passes of a long prompt: the head, as dear as several layers, is then skipped.
-    state = _at_most_once(jnp.any(ready), lambda s: _emit(params, requests, s, x, ready), state)
-    return _admit(state, requests)
-
-
-def _emit(params: Params, requests: Requests, state: State, x: Array, ready: Array) -> State:
+def _emit(params: Params, requests: Requests, state: State, ready_rows: Ready) -> State:
+    """Sample a token for each slot that is ready, record it, and free the slots that are finished."""
+    ready = ready_rows.rows
     num_requests = requests.prompts.shape[0]
     vocab = params.config.vocab_size
     sampling = take(requests.sampling, state.request)
-    raw = decoder.logits(params, x)
+    raw = decoder.logits(params, ready_rows.x)
     with jax.named_scope("sample"):
         row = jnp.minimum(state.request, num_requests - 1)
         keys = draw_keys(sampling.key, requests.choice[row], state.num_generated, Role.DRAW)
