@@ -1,4 +1,4 @@
-"""Byte-level BPE, the kind `gpt2`: words by regular expression, bytes as letters, merges by rank."""
+"""Byte-level BPE, the kind `gpt2`: words by regular expression, then merges of bytes by rank."""
 
 from functools import cached_property
 from typing import Any
@@ -25,9 +25,9 @@ _BYTE_OF_LETTER = {letter: byte for byte, letter in _letters().items()}
 class ByteLevelCodec:
     """Encoding by the `tokenizers` library, built at first use; decoding by the letters' bytes.
 
-    A byte that the vocabulary lacks is left out, as the original tokenizers and llama.cpp do:
-    SmolLM2 has no token for the bytes 04, 06, 13, 14, 16, 1D, F1 and F2. The library then also merges
-    over the gap, which llama.cpp does not: of the text `!\\x04!` it makes the token `!!`.
+    A byte that the vocabulary lacks is left out, as the original tokenizer and llama.cpp do; SmolLM2
+    has none for 04, 06, 13, 14, 16, 1D, F1 and F2. The original, and so we, then merge across the
+    gap, which llama.cpp does not: `!`, 04, `!` becomes the token `!!`.
     """
 
     def __init__(self, vocabulary: Vocabulary):
@@ -35,7 +35,7 @@ class ByteLevelCodec:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text without special tokens."""
-        return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self._library.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; its text where that is not made of the bytes' letters."""
@@ -55,17 +55,17 @@ class ByteLevelCodec:
         vocabulary = self._vocabulary
         assert vocabulary.pre is not None, vocabulary.kind
         # A special token must never come out of plain text, not even by `ignore_merges`.
-        mergeable = {
-            text: i
-            for i, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
-            if kind not in SPECIAL
-        }
+        mergeable = dict(vocabulary.ids)
+        for i in vocabulary.ids_of(*SPECIAL):
+            del mergeable[vocabulary.tokens[i]]
         try:
             model = models.BPE(
                 mergeable, vocabulary.merges, ignore_merges=vocabulary.pre.ignore_merges
             )
         except Exception as error:
-            raise WeightFormatError(f"tokenizer.ggml.merges do not fit the tokens: {error}") from error
+            raise WeightFormatError(
+                f"tokenizer.ggml.merges do not fit the tokens: {error}"
+            ) from error
         library = Tokenizer(model)
         library.pre_tokenizer = pre_tokenizers.Sequence(
             [
