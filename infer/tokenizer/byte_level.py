@@ -1,6 +1,5 @@
 """Byte-level BPE, the kind `gpt2`: words by regular expression, then merges of bytes by rank."""
 
-from functools import cached_property
 from typing import Any
 
 from infer.errors import WeightFormatError
@@ -23,15 +22,16 @@ _BYTE_OF_LETTER = {letter: byte for byte, letter in _letters().items()}
 
 
 class ByteLevelCodec:
-    """Encoding by the `tokenizers` library, built at first use; decoding by the letters' bytes.
+    """Encoding by the `tokenizers` library, decoding by the letters' bytes.
 
-    A byte that the vocabulary lacks is left out, as the original tokenizer and llama.cpp do; SmolLM2
-    has none for 04, 06, 13, 14, 16, 1D, F1 and F2. The original, and so we, then merge across the
-    gap, which llama.cpp does not: `!`, 04, `!` becomes the token `!!`.
+    A byte that the vocabulary lacks is left out, as the original tokenizer and llama.cpp do;
+    SmolLM2 has none for 04, 06, 13, 14, 16, 1D, F1 and F2. The original, and so we, then merge
+    across the gap, which llama.cpp does not: `!`, 04, `!` becomes the token `!!`.
     """
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
+        self._library = _library(vocabulary)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text without special tokens."""
@@ -48,29 +48,32 @@ class ByteLevelCodec:
                 pass
         return text.encode()
 
-    @cached_property
-    def _library(self) -> Any:
-        from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-        vocabulary = self._vocabulary
-        assert vocabulary.pre is not None, vocabulary.kind
-        # A special token must never come out of plain text, not even by `ignore_merges`.
-        mergeable = dict(vocabulary.ids)
-        for i in vocabulary.ids_of(*SPECIAL):
-            del mergeable[vocabulary.tokens[i]]
-        try:
-            model = models.BPE(
-                mergeable, vocabulary.merges, ignore_merges=vocabulary.pre.ignore_merges
-            )
-        except Exception as error:
+def _library(vocabulary: Vocabulary) -> Any:
+    """The `tokenizers` object for a vocabulary.
+
+    Raises:
+        WeightFormatError: a merge's parts or its result are not tokens.
+    """
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    assert vocabulary.pre is not None, vocabulary.kind
+    # A special token must never come out of plain text, not even by `ignore_merges`.
+    mergeable = dict(vocabulary.ids)
+    for i in vocabulary.ids_of(*SPECIAL):
+        del mergeable[vocabulary.tokens[i]]
+    for i, (left, right) in enumerate(vocabulary.merges):  # the library would panic
+        if not (left in mergeable and right in mergeable and left + right in mergeable):
             raise WeightFormatError(
-                f"tokenizer.ggml.merges do not fit the tokens: {error}"
-            ) from error
-        library = Tokenizer(model)
-        library.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                *(pre_tokenizers.Split(Regex(p), "isolated") for p in vocabulary.pre.patterns),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        return library
+                f"tokenizer.ggml.merges[{i}] joins {left!r} and {right!r} to {left + right!r}; "
+                "all three must be tokens that are not special"
+            )
+    model = models.BPE(mergeable, vocabulary.merges, ignore_merges=vocabulary.pre.ignore_merges)
+    library = Tokenizer(model)
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(p), "isolated") for p in vocabulary.pre.patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return library

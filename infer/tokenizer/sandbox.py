@@ -43,8 +43,9 @@ _METHODS: dict[type, frozenset[str]] = {
     dict: frozenset({"get", "items", "keys", "values"}),
     list: frozenset({"count", "index"}),
     tuple: frozenset({"count", "index"}),
-    **dict.fromkeys((int, float, complex, bytes, bytearray, set, frozenset), frozenset()),
+    **dict.fromkeys((int, float, complex, bytes, bytearray, set, frozenset, type), frozenset()),
 }
+_FORMATTING = ("format", "format_map")  # a width in the format can ask for any length
 # Filters that make a text of their arguments, and those that look through what they are given.
 _TEXT_FILTERS = "capitalize e escape join lower replace safe string title trim upper wordcount"
 _ITEM_FILTERS = (
@@ -217,8 +218,20 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 return attr in methods
         return super().is_safe_attribute(obj, attr, value)
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        """Refuse at once, where Jinja waits until the value is used."""
+        raise SecurityError(f"it reads {attribute!r} of a {type(obj).__name__}")
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Refuse `format`, which Jinja lets through before it asks what is safe."""
+        if isinstance(obj, str) and attribute in _FORMATTING:
+            return self.unsafe_undefined(obj, attribute)
+        return super().getattr(obj, attribute)
+
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Charge a slice, which is a copy."""
+        """The same by subscript; and charge a slice, which is a copy."""
+        if isinstance(obj, str) and argument in _FORMATTING:
+            return self.unsafe_undefined(obj, argument)
         if isinstance(argument, slice):
             if isinstance(obj, str):
                 spend_text(len(obj))

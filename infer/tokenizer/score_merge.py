@@ -20,8 +20,8 @@ class ScoreMergeCodec:
     A text may be cut before a space wherever no token spans that place: merges on the two sides
     then never meet, and the ids are those of the whole text.
 
-    Source: SentencePiece, `bpe_model.cc`. As there, no control or byte token comes out of plain text,
-    and a token of the type UNUSED is taken apart again; llama.cpp does neither.
+    Source: SentencePiece, `bpe_model.cc`. As there, no control or byte token comes out of plain
+    text, and a token of the type UNUSED is taken apart again; llama.cpp does neither.
     """
 
     def __init__(self, vocabulary: Vocabulary):

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 class TokenSplitter:
     """Cuts a text at the tokens of a set: from the left, the longest one at each place.
 
-    That is the rule of `tokenizers` and of SentencePiece. llama.cpp goes through the tokens, longest
-    first: with `ab` and `bcd` it cuts `abcd` into `a|bcd`, we into `ab|cd`.
+    That is the rule of `tokenizers` and of SentencePiece. llama.cpp goes through the tokens,
+    longest first: with `ab` and `bcd` it cuts `abcd` into `a|bcd`, we into `ab|cd`.
     """
 
     def __init__(self, ids: Mapping[str, int]):

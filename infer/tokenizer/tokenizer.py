@@ -244,6 +244,6 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"text has a lone surrogate, U+{ord(text[error.start]):04X} at {error.start}, which is no "
-            "character; replace it, as text.encode('utf-8', 'replace').decode() does"
+            f"text has a lone surrogate, U+{ord(text[error.start]):04X} at {error.start}, which is "
+            "no character; replace it, as text.encode('utf-8', 'replace').decode() does"
         ) from None

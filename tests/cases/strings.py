@@ -3,10 +3,10 @@
 Only `Random.random()` is used: it alone is promised to give the same numbers for a seed.
 """
 
+# ruff: noqa: E501 (texts)
+
 import random
 import unicodedata
-
-# ruff: noqa: E501 (texts)
 from collections.abc import Callable, Iterator, Sequence
 
 _WORDS: dict[str, list[str]] = {
