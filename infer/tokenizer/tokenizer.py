@@ -23,7 +23,7 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary, *, chat_template: str | None = None):
         self._vocabulary = vocabulary
-        self.chat_template: str | None = chat_template or vocabulary.chat_template
+        self._chat_template = chat_template or vocabulary.chat_template
         is_llama = vocabulary.kind == "llama"
         self._codec = ScoreMergeCodec(vocabulary) if is_llama else ByteLevelCodec(vocabulary)
 
@@ -76,6 +76,11 @@ class Tokenizer:
     def add_space_prefix(self) -> bool:
         """Whether a text gets a space in front before it is encoded."""
         return self._vocabulary.add_space_prefix
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template: the one given, else the file's."""
+        return self._chat_template
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
