@@ -1,6 +1,5 @@
-"""Byte-level BPE, the kind `gpt2`: words by regular expression, bytes as letters, merges by rank."""
+"""Byte-level BPE, the kind `gpt2`: words by regular expression, then merges of bytes by rank."""
 
-from functools import cached_property
 from typing import Any
 
 from infer.errors import WeightFormatError
@@ -23,19 +22,20 @@ _BYTE_OF_LETTER = {letter: byte for byte, letter in _letters().items()}
 
 
 class ByteLevelCodec:
-    """Encoding by the `tokenizers` library, built at first use; decoding by the letters' bytes.
+    """Encoding by the `tokenizers` library, decoding by the letters' bytes.
 
-    A byte that the vocabulary lacks is left out, as the original tokenizers and llama.cpp do:
-    SmolLM2 has no token for the bytes 04, 06, 13, 14, 16, 1D, F1 and F2. The library then also merges
-    over the gap, which llama.cpp does not: of the text `!\\x04!` it makes the token `!!`.
+    A byte that the vocabulary lacks is left out, as the original tokenizer and llama.cpp do;
+    SmolLM2 has none for 04, 06, 13, 14, 16, 1D, F1 and F2. The original, and so we, then merge
+    across the gap, which llama.cpp does not: `!`, 04, `!` becomes the token `!!`.
     """
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
+        self._library = _library(vocabulary)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text without special tokens."""
-        return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self._library.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; its text where that is not made of the bytes' letters."""
@@ -48,29 +48,32 @@ class ByteLevelCodec:
                 pass
         return text.encode()
 
-    @cached_property
-    def _library(self) -> Any:
-        from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-        vocabulary = self._vocabulary
-        assert vocabulary.pre is not None, vocabulary.kind
-        # A special token must never come out of plain text, not even by `ignore_merges`.
-        mergeable = {
-            text: i
-            for i, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
-            if kind not in SPECIAL
-        }
-        try:
-            model = models.BPE(
-                mergeable, vocabulary.merges, ignore_merges=vocabulary.pre.ignore_merges
+def _library(vocabulary: Vocabulary) -> Any:
+    """The `tokenizers` object for a vocabulary.
+
+    Raises:
+        WeightFormatError: a merge's parts or its result are not tokens.
+    """
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    assert vocabulary.pre is not None, vocabulary.kind
+    # A special token must never come out of plain text, not even by `ignore_merges`.
+    mergeable = dict(vocabulary.ids)
+    for i in vocabulary.ids_of(*SPECIAL):
+        del mergeable[vocabulary.tokens[i]]
+    for i, (left, right) in enumerate(vocabulary.merges):  # the library would panic
+        if not (left in mergeable and right in mergeable and left + right in mergeable):
+            raise WeightFormatError(
+                f"tokenizer.ggml.merges[{i}] joins {left!r} and {right!r} to {left + right!r}; "
+                "all three must be tokens that are not special"
             )
-        except Exception as error:
-            raise WeightFormatError(f"tokenizer.ggml.merges do not fit the tokens: {error}") from error
-        library = Tokenizer(model)
-        library.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                *(pre_tokenizers.Split(Regex(p), "isolated") for p in vocabulary.pre.patterns),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        return library
+    model = models.BPE(mergeable, vocabulary.merges, ignore_merges=vocabulary.pre.ignore_merges)
+    library = Tokenizer(model)
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(p), "isolated") for p in vocabulary.pre.patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return library

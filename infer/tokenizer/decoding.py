@@ -18,8 +18,8 @@ class DecodeStream:
     Args:
         tokenizer: whose ids they are.
         skip_special_tokens: leave the text of special tokens out.
-        continuation: the ids follow a prompt, so a space in front of the first word is text. Without
-            it, it is taken away where the tokenizer puts one in front of every text.
+        continuation: the ids follow a prompt, so a space in front of the first word is text.
+            Otherwise it is taken away where the tokenizer puts one in front of every text.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DecodeStream:
         return self._decoder.decode(self.visible_bytes(token_id))
 
     def flush(self) -> str:
-        """The end: the text of an unfinished tail, as U+FFFD; afterwards a new sequence may follow."""
+        """End the sequence; return what its unfinished last character gives, U+FFFD or nothing."""
         tail = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return tail

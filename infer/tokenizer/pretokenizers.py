@@ -1,12 +1,12 @@
-r"""How text is cut into words before byte-level BPE merges them: one entry per `tokenizer.ggml.pre`.
+r"""How text is cut into words for byte-level BPE: one entry for each `tokenizer.ggml.pre`.
 
 A pre-tokenizer is a sequence of regular expressions. Each cuts every piece that the one before it
 left, both at its matches and between them, so that nothing is lost.
 
 Source: the names are llama.cpp's (`llama_vocab::impl::load`), the expressions those of the models'
 own `tokenizer.json`, which llama.cpp quotes where it had to adapt them. We differ from llama.cpp
-where it adapted: `(?i:'s)` is written `'[sS]` there and so misses `'ſ`, and its Tekken and GPT-4o
-letters are split by ASCII case where the originals split by Unicode case (`ÀB`: one word there).
+where it adapted: `(?i:'s)` is `'[sS]` there and so misses `'ſ`, and the words of Tekken and GPT-4o
+are cut by ASCII case there, by Unicode case in the originals (`aÀb`: one word there, `a|Àb` here).
 """
 
 from dataclasses import dataclass, replace
@@ -69,9 +69,7 @@ _tekken = PreTokenizer(
     add_bos=True,
 )
 _gpt4o = PreTokenizer(
-    patterns=(
-        rf"{_cased_words(_CONTRACTION + '?')}|\p{{N}}{{1,3}}|{_SYMBOLS_SLASH}|{_SPACES}",
-    )
+    patterns=(rf"{_cased_words(_CONTRACTION + '?')}|\p{{N}}{{1,3}}|{_SYMBOLS_SLASH}|{_SPACES}",)
 )
 _default = PreTokenizer(
     patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),

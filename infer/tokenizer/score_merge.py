@@ -8,7 +8,8 @@ from infer.errors import WeightFormatError
 from infer.tokenizer.vocabulary import TokenType, Vocabulary
 
 _SPACE = "\u2581"  # SentencePiece's visible space
-_MERGEABLE = frozenset({TokenType.UNDEFINED, TokenType.NORMAL, TokenType.UNUSED})
+# Types that are never the result of a merge: a byte, or a text that is matched as a whole.
+_WHOLE = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.BYTE)
 _CACHED_WORDS = 1 << 16
 _CACHED_LEN = 64
 
@@ -19,16 +20,15 @@ class ScoreMergeCodec:
     A text may be cut before a space wherever no token spans that place: merges on the two sides
     then never meet, and the ids are those of the whole text.
 
-    Source: SentencePiece, `bpe_model.cc`. Control and byte tokens never come out of plain text and a
-    token of the type UNUSED is taken apart again, as there; llama.cpp does neither.
+    Source: SentencePiece, `bpe_model.cc`. As there, no control or byte token comes out of plain
+    text, and a token of the type UNUSED is taken apart again; llama.cpp does neither.
     """
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
-        types = vocabulary.types
-        self._ids = {
-            text: i for i, text in enumerate(vocabulary.tokens) if types[i] in _MERGEABLE
-        }
+        self._ids = dict(vocabulary.ids)
+        for i in vocabulary.ids_of(*_WHOLE):
+            del self._ids[vocabulary.tokens[i]]
         # heapq pops the smallest; equal scores go to the leftmost pair.
         self._ranks = [-score for score in vocabulary.scores]
         self._byte_ids = _byte_ids(vocabulary)
@@ -49,7 +49,7 @@ class ScoreMergeCodec:
         kind = self._vocabulary.types[token_id]
         if kind == TokenType.BYTE:
             return bytes([_byte_value(text)])
-        if kind in _MERGEABLE:
+        if kind not in _WHOLE:
             text = text.replace(_SPACE, " ")
         return text.encode()
 
@@ -91,7 +91,7 @@ class ScoreMergeCodec:
         return tuple(i for symbol in symbols if symbol for i in self._symbol_ids(symbol, parts))
 
     def _symbol_ids(self, symbol: str, parts: dict[str, tuple[str, str]]) -> list[int]:
-        """The id of a finished symbol; its parts' if UNUSED; its bytes' or UNK if it is no token."""
+        """The id of a finished symbol; of its parts if UNUSED; of its bytes if it is no token."""
         if symbol in parts:
             return [i for part in parts[symbol] for i in self._symbol_ids(part, parts)]
         token_id = self._ids.get(symbol)
@@ -120,11 +120,7 @@ def _byte_ids(vocabulary: Vocabulary) -> list[int]:
     Raises:
         WeightFormatError: some bytes are missing, or there are none and no unknown token.
     """
-    found = {
-        _byte_value(text): i
-        for i, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
-        if kind == TokenType.BYTE
-    }
+    found = {_byte_value(vocabulary.tokens[i]): i for i in vocabulary.ids_of(TokenType.BYTE)}
     missing = [byte for byte in range(256) if byte not in found]
     if len(missing) == 256 and vocabulary.unk_id is not None:
         return []

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 class TokenSplitter:
     """Cuts a text at the tokens of a set: from the left, the longest one at each place.
 
-    That is the rule of `tokenizers` and of SentencePiece. llama.cpp takes the longest token of the
-    whole vocabulary first, wherever it stands: of `ab` and `bcd` it finds `a|bcd` in `abcd`, we find
-    `ab|cd`.
+    That is the rule of `tokenizers` and of SentencePiece. llama.cpp goes through the tokens,
+    longest first: with `ab` and `bcd` it cuts `abcd` into `a|bcd`, we into `ab|cd`.
     """
 
     def __init__(self, ids: Mapping[str, int]):
@@ -52,7 +51,7 @@ class TokenSplitter:
 
 
 def _starts(lengths: Mapping[str, set[int]]) -> re.Pattern[str] | None:
-    """A pattern for the first two characters of any token, so that ordinary text is passed quickly."""
+    """A pattern for the first two characters of any token: ordinary text is passed quickly."""
     seconds: dict[str, str] = {}
     for key in lengths:
         seconds[key[0]] = seconds.get(key[0], "") + key[1:]

@@ -23,7 +23,7 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary, *, chat_template: str | None = None):
         self._vocabulary = vocabulary
-        self.chat_template: str | None = chat_template or vocabulary.chat_template
+        self._chat_template = chat_template or vocabulary.chat_template
         is_llama = vocabulary.kind == "llama"
         self._codec = ScoreMergeCodec(vocabulary) if is_llama else ByteLevelCodec(vocabulary)
 
@@ -77,19 +77,24 @@ class Tokenizer:
         """Whether a text gets a space in front before it is encoded."""
         return self._vocabulary.add_space_prefix
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template: the one given, else the file's."""
+        return self._chat_template
+
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Control and unknown tokens: matched in text only on request, and not shown."""
-        return frozenset(i for i, kind in enumerate(self._vocabulary.types) if kind in SPECIAL)
+        return frozenset(self._vocabulary.ids_of(*SPECIAL))
 
     def encode(
         self, text: str, *, add_bos: bool | None = None, parse_special: bool = False
     ) -> list[int]:
         """Turn text into ids.
 
-        BOS stands in front at most once: where the parsed text begins with it, none is added. EOS is
-        never added, whatever the file says: a prompt goes on. The empty text is `[bos]` or, without
-        BOS, `[]`, which `generate` refuses.
+        BOS stands in front at most once: where the parsed text begins with it, none is added. EOS
+        is never added, whatever the file says: a prompt goes on. The empty text is `[bos]` or,
+        without BOS, `[]`, which `generate` refuses.
 
         Args:
             text: any text without lone surrogates.
@@ -143,7 +148,9 @@ class Tokenizer:
         except TypeError:
             raise RequestError(f"token id {token_id!r:.40} is not an integer") from None
         if not 0 <= token < self.vocab_size:
-            raise RequestError(f"token id {token} is not in the vocabulary, 0 to {self.vocab_size - 1}")
+            raise RequestError(
+                f"token id {token} is not in the vocabulary, 0 to {self.vocab_size - 1}"
+            )
         return self._codec.token_bytes(token)
 
     def apply_chat_template(
@@ -204,17 +211,15 @@ class Tokenizer:
 
     @cached_property
     def _plain_splitter(self) -> TokenSplitter:
-        return self._splitter(frozenset({TokenType.USER_DEFINED}))
+        return self._splitter(TokenType.USER_DEFINED)
 
     @cached_property
     def _special_splitter(self) -> TokenSplitter:
-        return self._splitter(SPECIAL | {TokenType.USER_DEFINED})
+        return self._splitter(TokenType.USER_DEFINED, *SPECIAL)
 
-    def _splitter(self, kinds: frozenset[TokenType]) -> TokenSplitter:
-        vocabulary = self._vocabulary
-        return TokenSplitter(
-            {text: i for i, text in enumerate(vocabulary.tokens) if vocabulary.types[i] in kinds}
-        )
+    def _splitter(self, *kinds: TokenType) -> TokenSplitter:
+        tokens = self._vocabulary.tokens
+        return TokenSplitter({tokens[i]: i for i in self._vocabulary.ids_of(*kinds)})
 
     def _encode_parts(self, text: str, splitter: TokenSplitter) -> list[int]:
         """Ids of a text; the space prefix, where it is the rule, begins each stretch of plain text.
@@ -244,6 +249,6 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"text has the lone surrogate U+{ord(text[error.start]):04X} at {error.start}, which is "
+            f"text has a lone surrogate, U+{ord(text[error.start]):04X} at {error.start}, which is "
             "no character; replace it, as text.encode('utf-8', 'replace').decode() does"
         ) from None

@@ -23,7 +23,7 @@ _END_TEXTS = frozenset(
 
 
 class TokenType(enum.IntEnum):
-    """`tokenizer.ggml.token_type`; UNDEFINED is what some converters write for an ordinary token."""
+    """`tokenizer.ggml.token_type`; UNDEFINED is treated as NORMAL."""
 
     UNDEFINED = 0
     NORMAL = 1
@@ -45,7 +45,7 @@ class Vocabulary:
         kind: "gpt2" (byte-level BPE with merges) or "llama" (SentencePiece BPE with scores).
         tokens: the text of each id, as the file writes it.
         ids: the inverse of `tokens`.
-        types: one TokenType value per id.
+        types: one TokenType value per id, one byte each.
         scores: merge priority per id, higher first ("llama"; empty for "gpt2").
         merges: pairs in order of priority ("gpt2"; empty for "llama").
         pre: how "gpt2" text is cut into words before merging; None for "llama".
@@ -57,7 +57,7 @@ class Vocabulary:
     kind: str
     tokens: list[str]
     ids: dict[str, int]
-    types: list[int]
+    types: bytes
     scores: list[float]
     merges: list[tuple[str, str]]
     pre: PreTokenizer | None
@@ -87,7 +87,7 @@ class Vocabulary:
         if len(ids) != len(tokens):
             first = next(i for i, text in enumerate(tokens) if ids[text] != i)
             raise WeightFormatError(
-                f"{_PREFIX}tokens holds {tokens[first]!r} twice, as {first} and {ids[tokens[first]]}"
+                f"{_PREFIX}tokens {first} and {ids[tokens[first]]} are both {tokens[first]!r:.60}"
             )
         types = _types(metadata, len(tokens))
         is_llama = kind == "llama"
@@ -134,6 +134,10 @@ class Vocabulary:
             chat_template=template,
         )
 
+    def ids_of(self, *kinds: TokenType) -> list[int]:
+        """The ids whose type is one of `kinds`, in order."""
+        return np.flatnonzero(np.isin(np.frombuffer(self.types, np.uint8), kinds)).tolist()
+
 
 def _get(metadata: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
     """The value of a scalar key, or `default`; without a default the key is required."""
@@ -169,7 +173,7 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def _numbers(metadata: Mapping[str, Any], name: str, length: int, kinds: str) -> np.ndarray | None:
-    """A numeric array of `length` whose dtype kind is one of `kinds`, or None where it is absent."""
+    """An array of `length` numbers whose dtype kind is one of `kinds`, or None if absent."""
     value = metadata.get(_PREFIX + name)
     if value is None:
         return None
@@ -184,17 +188,17 @@ def _numbers(metadata: Mapping[str, Any], name: str, length: int, kinds: str) ->
     return array
 
 
-def _types(metadata: Mapping[str, Any], length: int) -> list[int]:
+def _types(metadata: Mapping[str, Any], length: int) -> bytes:
     array = _numbers(metadata, "token_type", length, "iu")
     if array is None:
-        return [int(TokenType.NORMAL)] * length
+        return bytes([TokenType.NORMAL]) * length
     if array.min() < 0 or array.max() > max(TokenType):
         wrong = int(np.argmax((array < 0) | (array > max(TokenType))))
         raise WeightFormatError(
             f"{_PREFIX}token_type of token {wrong} is {array[wrong]}; "
             f"known types are 0 to {max(TokenType):d}"
         )
-    return array.tolist()
+    return array.astype(np.uint8).tobytes()
 
 
 def _scores(metadata: Mapping[str, Any], length: int) -> list[float]:
@@ -202,7 +206,9 @@ def _scores(metadata: Mapping[str, Any], length: int) -> list[float]:
     if array is None:
         raise WeightFormatError(f"{_PREFIX}scores is missing; the kind 'llama' merges by score")
     if np.isnan(array).any():
-        raise WeightFormatError(f"{_PREFIX}scores of token {int(np.argmax(np.isnan(array)))} is nan")
+        raise WeightFormatError(
+            f"{_PREFIX}scores of token {int(np.argmax(np.isnan(array)))} is nan"
+        )
     return array.tolist()
 
 
@@ -232,7 +238,7 @@ def _pre(metadata: Mapping[str, Any]) -> PreTokenizer:
 def _special_id(
     metadata: Mapping[str, Any], name: str, default: int | None, length: int
 ) -> int | None:
-    """An id named by the file, or its conventional default where the vocabulary reaches that far."""
+    """An id named by the file, or its default where the vocabulary reaches that far."""
     key = f"{_PREFIX}{name}_token_id"
     value = metadata.get(key)
     if value is None:
@@ -244,7 +250,7 @@ def _special_id(
     return int(value)
 
 
-def _end_ids(named: list[int], ids: Mapping[str, int], types: list[int]) -> tuple[int, ...]:
+def _end_ids(named: list[int], ids: Mapping[str, int], types: bytes) -> tuple[int, ...]:
     """Ids that end a generation: those the file names, then control tokens with a known text.
 
     Source: llama.cpp, `llama_vocab::impl::load`, the end-of-generation list, its exceptions for
@@ -253,7 +259,9 @@ def _end_ids(named: list[int], ids: Mapping[str, int], types: list[int]) -> tupl
     file and repository separators of code models end nothing.
     """
     by_text = {
-        text: ids[text] for text in _END_TEXTS if text in ids and types[ids[text]] == TokenType.CONTROL
+        text: ids[text]
+        for text in _END_TEXTS
+        if text in ids and types[ids[text]] == TokenType.CONTROL
     }
     if {"<|return|>", "<|call|>"} <= by_text.keys() or {"<|calls|>", "<|flush|>"} <= by_text.keys():
         by_text.pop("<|end|>", None)
