@@ -1,8 +1,9 @@
 """LLM inference as pure functions in JAX, on GPU and CPU.
 
-Names of axes, everywhere in this package: B sequences, T query tokens, S key/value tokens, D model width, N query heads,
-K key/value heads, G = N / K, H head width, F feed-forward width, E experts, V vocabulary, L layers, P pages in the pool,
-U tokens per page, M pages per sequence, Q quantisation groups, R requests.
+Names of axes, everywhere in this package: B sequences, T query tokens, S key/value tokens, D model
+width, N query heads, K key/value heads, G = N / K, H head width, F feed-forward width, E experts, V
+vocabulary, L layers, P pages in the pool, U tokens per page, M pages per sequence, Q quantisation
+groups, R requests.
 
 What is public is imported when it is first used, so that `import infer` costs nothing.
 """
@@ -49,7 +50,7 @@ _HOME = {
     "stream": "infer.generation",
     "use_backend": "infer.backend",
 }
-__all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604
+__all__ = [*sorted(_HOME), "__version__"]
 
 
 def __getattr__(name: str) -> Any:

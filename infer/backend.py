@@ -1,5 +1,7 @@
 """Which backends there are, and which one is used by default."""
 
+from typing import Any
+
 import jax
 
 from infer.errors import ConfigError
@@ -19,10 +21,11 @@ def backends() -> dict[str, list[str]]:
 def use_backend(name: str) -> None:
     """Make `name` ("cpu" or "gpu") the default for new arrays and programs in this process.
 
-    Arrays that exist stay where they are: load weights after the switch, or move them with `jax.device_put`.
+    Arrays that exist stay where they are: load weights after the switch, or move them with
+    `jax.device_put`.
 
     Raises:
-      ConfigError: the backend is unknown or not available here.
+        ConfigError: the backend is unknown or not available here.
     """
     if name not in _PLATFORMS:
         raise ConfigError(f"backend is {name!r}; there are 'cpu' and 'gpu'")
@@ -35,7 +38,7 @@ def use_backend(name: str) -> None:
     jax.config.update("jax_default_device", devices[0])
 
 
-def _devices(name: str) -> list[jax.Device]:
+def _devices(name: str) -> list[Any]:
     for platform in _PLATFORMS[name]:
         try:
             return jax.local_devices(backend=platform)

@@ -1,7 +1,8 @@
 """Which programs were compiled, when, and why: nothing recompiles in silence.
 
-A program calls `record_trace` while JAX traces it, with the static caps that shape it.  Tracing is what a second call within
-the same caps must not do again, so the count of traces is the count of compiled variants.
+A program calls `record_trace` while JAX traces it, with the static caps that shape it.  Tracing is
+what a second call within the same caps must not do again, so the count of traces is the count of
+compiled variants.
 """
 
 import threading
@@ -31,8 +32,8 @@ def compile_stats() -> dict[str, dict[str, object]]:
     """Return, for each program, how often it was traced and which caps made the last trace differ.
 
     Returns:
-      {program: {"traces": int, "caps": [dict, ...], "grew": {cap: (before, after)}}}; `grew` compares the last trace
-      with the one before it and is empty after the first.
+        {program: {"traces": int, "caps": [dict, ...], "grew": {cap: (before, after)}}}; `grew`
+        compares the last trace with the one before it and is empty after the first.
     """
     with _lock:
         return {

@@ -1,4 +1,6 @@
-"""What a model is.  How it is run (slots, pages, chunk sizes) is an argument of the run, never a part of this."""
+"""What a model is.  How it is run (slots, pages, chunk sizes) is an argument of the run, never a
+part of this.
+"""
 
 import enum
 import math
@@ -29,8 +31,8 @@ class RopeScaling:
     """Parameters of a frequency scaling; which ones count depends on `kind`.
 
     `divisors` (one per frequency, GGUF's `rope_freqs.weight`) divide the plain frequencies.
-    `attention_factor` None means the YaRN default, 0.1 ln(factor) + 1, or the ratio that `mscale` and
-    `mscale_all_dim` give.
+    `attention_factor` None means the YaRN default, 0.1 ln(factor) + 1, or the ratio that `mscale`
+    and `mscale_all_dim` give.
     """
 
     kind: RopeScalingKind
@@ -49,7 +51,9 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding of one kind of layer: base, scaling, and how many of a head's dimensions turn."""
+    """Rotary embedding of one kind of layer: base, scaling, and how many of a head's dimensions
+    turn.
+    """
 
     theta: float = 10000.0
     scaling: RopeScaling | None = None
@@ -58,7 +62,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """Attention of one layer: `window` None sees every earlier key, W sees the last W keys, itself included."""
+    """Attention of one layer: `window` None sees every earlier key, W sees the last W keys, itself
+    included.
+    """
 
     rope: RopeConfig = field(default_factory=RopeConfig)
     window: int | None = None
@@ -68,8 +74,9 @@ class LayerConfig:
 class ModelConfig:
     """A dense decoder-only transformer.
 
-    `vocab_size` is the width of embedding and logits; `num_tokens` the number of ids that the tokenizer knows.
-    Logits of ids in [num_tokens, vocab_size) are padding and are masked out everywhere.
+    `vocab_size` is the width of embedding and logits; `num_tokens` the number of ids that the
+    tokenizer knows. Logits of ids in [num_tokens, vocab_size) are padding and are masked out
+    everywhere.
     """
 
     family: str
@@ -88,7 +95,9 @@ class ModelConfig:
     query_scale: float | None = None  # None: head_dim ** -0.5
     qk_norm: bool = False
     qkv_bias: bool = False
-    post_norms: bool = False  # norms after attention and after the feed-forward, before the residual
+    post_norms: bool = (
+        False  # norms after attention and after the feed-forward, before the residual
+    )
     attn_softcap: float | None = None
     final_softcap: float | None = None
     tied_embeddings: bool = True
@@ -106,7 +115,9 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     def validate(self) -> "ModelConfig":
-        """Return self, or raise ConfigError with everything that cannot work, one problem a line."""
+        """Return self, or raise ConfigError with everything that cannot work, one problem a
+        line.
+        """
         problems = [
             f"{name} is {value}, must be at least 1"
             for name, value in (
@@ -125,17 +136,23 @@ class ModelConfig:
         if not problems:
             if self.num_heads % self.num_kv_heads:
                 problems.append(
-                    f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} key/value heads"
+                    f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} "
+                    "key/value heads"
                 )
             if self.num_tokens > self.vocab_size:
                 problems.append(
-                    f"the tokenizer has {self.num_tokens} ids, the embedding only {self.vocab_size} rows"
+                    f"the tokenizer has {self.num_tokens} ids, the embedding only "
+                    f"{self.vocab_size} rows"
                 )
             if self.head_dim % 2:
-                problems.append(f"head_dim is {self.head_dim}; rotary embedding needs an even number")
+                problems.append(
+                    f"head_dim is {self.head_dim}; rotary embedding needs an even number"
+                )
             if not (math.isfinite(self.norm_eps) and self.norm_eps > 0):
                 problems.append(f"norm_eps is {self.norm_eps}, must be positive and finite")
-            problems += [p for i, layer in enumerate(self.layers) for p in _layer_problems(i, layer, self)]
+            problems += [
+                p for i, layer in enumerate(self.layers) for p in _layer_problems(i, layer, self)
+            ]
         if problems:
             raise ConfigError(f"{self.family} configuration: " + "; ".join(problems))
         return self
@@ -155,7 +172,11 @@ def _layer_problems(index: int, layer: LayerConfig, config: ModelConfig) -> list
     if not rope.theta > 0:
         problems.append(f"layer {index} has rope theta {rope.theta}, must be positive")
     scaling = rope.scaling
-    if scaling is not None and scaling.kind is RopeScalingKind.DIVISORS and len(scaling.divisors) != dim // 2:
+    if (
+        scaling is not None
+        and scaling.kind is RopeScalingKind.DIVISORS
+        and len(scaling.divisors) != dim // 2
+    ):
         problems.append(
             f"layer {index} has {len(scaling.divisors)} rope divisors for {dim // 2} frequencies"
         )

@@ -1,4 +1,6 @@
-"""A loaded model: weights and tokenizer together, and `load` that makes one from a name or a file."""
+"""A loaded model: weights and tokenizer together, and `load` that makes one from a name or a
+file.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from infer.config import ModelConfig
 from infer.errors import ConfigError
@@ -23,7 +26,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Model:
-    """What `load` returns.  `params` is all that the pure functions need; the rest is for people."""
+    """What `load` returns.  `params` is all that the pure functions need; the rest is for
+    people.
+    """
 
     params: Params
     tokenizer: Tokenizer
@@ -38,8 +43,12 @@ class Model:
     def generate(
         self, prompts: Sequence[Any] | str, sampling: Any = None, **options: Any
     ) -> GenerationResult:
-        """Generate from every prompt with this model's tokenizer; takes `infer.generate`'s options."""
-        return generate(self.params, prompts, tokenizer=self.tokenizer, sampling=sampling, **options)
+        """Generate from every prompt with this model's tokenizer; takes `infer.generate`'s
+        options.
+        """
+        return generate(
+            self.params, prompts, tokenizer=self.tokenizer, sampling=sampling, **options
+        )
 
     def stream(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, **options: Any
@@ -48,9 +57,14 @@ class Model:
         return stream(self.params, prompt, tokenizer=self.tokenizer, sampling=sampling, **options)
 
     def chat(
-        self, messages: Sequence[dict[str, Any]], sampling: SamplingParams | None = None, **options: Any
+        self,
+        messages: Sequence[dict[str, Any]],
+        sampling: SamplingParams | None = None,
+        **options: Any,
     ) -> Iterator[str]:
-        """Yield the assistant's reply to `messages` as it grows, by the model's own chat template."""
+        """Yield the assistant's reply to `messages` as it grows, by the model's own chat
+        template.
+        """
         ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         return self.stream(ids, sampling, **options)
 
@@ -58,29 +72,32 @@ class Model:
 def load(
     name: str | Path,
     *,
-    dtype: str | jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
     packed: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Load a model.
 
     Args:
-      name: a known name (`infer models` lists them; fetched when missing) or the path of a GGUF file.
-      dtype: of activations and unpacked weights; None is float32 on a CPU and bfloat16 on a GPU.
-      packed: keep quantised matrices as in the file: least memory, decoded inside the program.
-      progress: called with (bytes done, bytes in all) while weights are read.
+        name: a known name (`infer models` lists them; fetched when missing) or the path of a GGUF
+            file.
+        dtype: of activations and unpacked weights; None is float32 on a CPU and bfloat16 on a GPU.
+        packed: keep quantised matrices as in the file: least memory, decoded inside the program.
+        progress: called with (bytes done, bytes in all) while weights are read.
 
     Raises:
-      ConfigError: an unknown name, dtype, or architecture.
-      WeightFormatError: the file is broken or of a kind that is not read.
-      CapacityError: the weights do not fit in memory.
+        ConfigError: an unknown name, dtype, or architecture.
+        WeightFormatError: the file is broken or of a kind that is not read.
+        CapacityError: the weights do not fit in memory.
     """
     path = resolve(name)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     dtype = jnp.dtype(dtype)
     if dtype.name not in _DTYPES:
-        raise ConfigError(f"dtype is {dtype.name}; weights and activations can be {', '.join(_DTYPES)}")
+        raise ConfigError(
+            f"dtype is {dtype.name}; weights and activations can be {', '.join(_DTYPES)}"
+        )
     params = load_gguf(path, dtype=dtype, packed=packed, progress=progress)
     with GGUFFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file.metadata)
@@ -95,4 +112,7 @@ def resolve(name: str | Path) -> Path:
     if path.is_file():
         return path
     known = ", ".join(sorted(bundled.known_models()))
-    raise ConfigError(f"{str(name)!r} is neither a known model ({known}) nor a file; give one of these or a .gguf path")
+    raise ConfigError(
+        f"{str(name)!r} is neither a known model ({known}) nor a file; give one of these or a "
+        ".gguf path"
+    )

@@ -1,17 +1,20 @@
-"""From logits to tokens: per-request sampling parameters as arrays, and the pure function that draws.
+"""From logits to tokens: per-request sampling parameters as arrays, and the pure function that
+draws.
 
-Order, fixed: masks -> temperature -> top_k -> top_p on the renormalised row -> min_p -> draw.  Greedy (temperature 0) is
-an argmax of the raw row, the lowest id on ties.  Log-probabilities are those of the raw model.
+Order, fixed: masks -> temperature -> top_k -> top_p on the renormalised row -> min_p -> draw.
+Greedy (temperature 0) is an argmax of the raw row, the lowest id on ties.  Log-probabilities are
+those of the raw model.
 
-Keys.  A request's key is `jax.random.key(seed)` where a seed is given, else `fold_in(key, request index)`; the key of one
-draw is `fold_in(fold_in(fold_in(request key, choice), output position), role)`.  Nothing else enters: neither slot nor
-batch nor chunking can change what a request draws.
+Keys.  A request's key is `jax.random.key(seed)` where a seed is given, else `fold_in(key, request
+index)`; the key of one draw is `fold_in(fold_in(fold_in(request key, choice), output position),
+role)`.  Nothing else enters: neither slot nor batch nor chunking can change what a request draws.
 """
 
 import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,16 +43,20 @@ class SamplingParams:
     """How one request is sampled; names, defaults and ranges are vLLM's.
 
     Attributes:
-      temperature: 0 is greedy; at least 0.
-      top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-      top_p: keep the smallest set of likeliest tokens whose mass reaches top_p; in (0, 1].
-      min_p: keep tokens at least min_p times as likely as the likeliest; in [0, 1].
-      seed: makes the request reproducible by itself, whatever its batch; 0 <= seed < 2**63, None for the call's key.
-      max_tokens: most tokens to generate; at least 1.
-      min_tokens: no stop token ends the request before so many tokens; stop tokens cannot be drawn until then.
-      stop_token_ids: ids that end the request, besides the model's own; the id is part of the output.
-      ignore_eos: go on past the model's own end-of-sequence ids.
-      logprobs: how many top log-probabilities to return per token beside the drawn token's own; 0 to 20, None for none.
+        temperature: 0 is greedy; at least 0.
+        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of likeliest tokens whose mass reaches top_p; in (0, 1].
+        min_p: keep tokens at least min_p times as likely as the likeliest; in [0, 1].
+        seed: makes the request reproducible by itself, whatever its batch; 0 <= seed < 2**63, None
+            for the call's key.
+        max_tokens: most tokens to generate; at least 1.
+        min_tokens: no stop token ends the request before so many tokens; stop tokens cannot be
+            drawn until then.
+        stop_token_ids: ids that end the request, besides the model's own; the id is part of the
+            output.
+        ignore_eos: go on past the model's own end-of-sequence ids.
+        logprobs: how many top log-probabilities to return per token beside the drawn token's own; 0
+            to 20, None for none.
     """
 
     temperature: float | int = 1.0
@@ -80,19 +87,23 @@ class SamplingParams:
 
 
 def _check_number(
-    name: str, value: object, low: float, high: float, hint: str, open_low: bool = False
+    name: str, value: Any, low: float, high: float, hint: str, open_low: bool = False
 ) -> None:
     bracket = "(" if open_low else "["
     rule = f"must be a finite number in {bracket}{low}, {high}]; {hint}"
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
+        value, bool
+    )
     if not is_number or not math.isfinite(value):
         raise RequestError(f"{name} is {value!r}, {rule}")
     if not (low < value if open_low else low <= value) or value > high:
         raise RequestError(f"{name} is {value!r}, {rule}")
 
 
-def _check_int(name: str, value: object, low: int, high: int | None, hint: str) -> None:
-    rule = f"must be an integer of at least {low}" + (f" and at most {high}" if high is not None else "")
+def _check_int(name: str, value: Any, low: int, high: int | None, hint: str) -> None:
+    rule = f"must be an integer of at least {low}" + (
+        f" and at most {high}" if high is not None else ""
+    )
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise RequestError(f"{name} is {value!r}, {rule}; {hint}")
     if value < low or (high is not None and value > high):
@@ -119,7 +130,9 @@ class SamplingState:
 
 
 def take(state: SamplingState, rows: Int[Array, " B"]) -> SamplingState:
-    """Return the parameters of the given requests; an index past the end repeats the last request."""
+    """Return the parameters of the given requests; an index past the end repeats the last
+    request.
+    """
     rows = jnp.minimum(rows, state.num_requests - 1)
     return jax.tree.map(lambda leaf: leaf[rows], state)
 
@@ -135,14 +148,19 @@ def _int_or_none(seed: int | None) -> int | None:
 
 
 def request_keys(
-    base: Array, words: Int[Array, "R 2"] | np.ndarray, seeded: Bool[Array, " R"] | np.ndarray, index: Int[Array, " R"]
+    base: Array,
+    words: Int[Array, "R 2"] | np.ndarray,
+    seeded: Bool[Array, " R"] | np.ndarray,
+    index: Int[Array, " R"],
 ) -> Array:
     """Return the key of each request: from its own seed, or `base` folded with its index.
 
     `base` of another kind than threefry is reduced to a threefry key by drawing 64 bits from it.
     """
     if jax.random.key_impl(base) != "threefry2x32":
-        base = jax.random.wrap_key_data(jax.random.bits(base, (2,), jnp.uint32), impl="threefry2x32")
+        base = jax.random.wrap_key_data(
+            jax.random.bits(base, (2,), jnp.uint32), impl="threefry2x32"
+        )
     folded = jax.vmap(lambda i: jax.random.fold_in(base, i))(index)
     data = jnp.where(
         jnp.asarray(seeded)[:, None], jnp.asarray(words, jnp.uint32), jax.random.key_data(folded)
@@ -150,7 +168,9 @@ def request_keys(
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-def draw_keys(keys: Array, choice: Int[Array, " B"], position: Int[Array, " B"], role: Role) -> Array:
+def draw_keys(
+    keys: Array, choice: Int[Array, " B"], position: Int[Array, " B"], role: Role
+) -> Array:
     """Return the key of one draw per row; `position` counts the request's output tokens."""
 
     def one(key: Array, c: Array, p: Array) -> Array:
@@ -175,13 +195,11 @@ def mask_early_stops(
     return logits.at[rows, ids].set(-jnp.inf, mode="drop")
 
 
-def sample(
-    logits: Float[Array, "B V"], state: SamplingState, keys: Array
-) -> Int[Array, " B"]:
+def sample(logits: Float[Array, "B V"], state: SamplingState, keys: Array) -> Int[Array, " B"]:
     """Return one token a row, drawn with that row's parameters (`state` has B rows) and draw key.
 
-    Exact at any vocabulary: the sets of top_k and top_p are found by a search over float32 bit patterns, not by a
-    truncated sort.  Ties at the edge of a set are kept from the lowest id up.
+    Exact at any vocabulary: the sets of top_k and top_p are found by a search over float32 bit
+    patterns, not by a truncated sort.  Ties at the edge of a set are kept from the lowest id up.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     random = state.temperature >= GREEDY_BELOW
@@ -198,7 +216,8 @@ def sample(
 def filtered_logits(logits: Float[Array, "B V"], state: SamplingState) -> Float[Array, "B V"]:
     """Return logits after temperature, top_k, top_p and min_p: -inf outside the kept set.
 
-    Greedy rows (temperature below 1e-5) are scaled by 1, so that nothing overflows; `sample` does not use them.
+    Greedy rows (temperature below 1e-5) are scaled by 1, so that nothing overflows; `sample` does
+    not use them.
     """
     temperature = jnp.where(state.temperature >= GREEDY_BELOW, state.temperature, 1.0)
     # Shifted so that the maximum is 0: logits / T cannot overflow, and softmax does not change.
@@ -223,7 +242,9 @@ def filtered_logits(logits: Float[Array, "B V"], state: SamplingState) -> Float[
 
 
 def _ordered_bits(x: Float[Array, "B V"]) -> Int[Array, "B V"]:
-    """Map float32 to int32 so that order is kept: a search over thresholds becomes a search over integers."""
+    """Map float32 to int32 so that order is kept: a search over thresholds becomes a search over
+    integers.
+    """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     # -0.0 and 0.0 must tie; they differ in bits.
     bits = jnp.where(x == 0, 0, bits)
@@ -231,7 +252,8 @@ def _ordered_bits(x: Float[Array, "B V"]) -> Int[Array, "B V"]:
 
 
 def _largest_threshold(bits: Int[Array, "B V"], holds) -> Int[Array, " B"]:
-    """Return for each row the largest t with holds(bits >= t); `holds` is monotone: true for small t, false for large.
+    """Return for each row the largest t with holds(bits >= t); `holds` is monotone: true for small
+    t, false for large.
 
     32 halvings of the int32 range; each is one pass over the row.
     """
@@ -249,7 +271,9 @@ def _largest_threshold(bits: Int[Array, "B V"], holds) -> Int[Array, " B"]:
 
 
 def top_k_mask(x: Float[Array, "B V"], k: Int[Array, " B"]) -> Bool[Array, "B V"]:
-    """Return the mask of the k largest entries of each row, ties kept from the lowest id up; k >= V keeps all."""
+    """Return the mask of the k largest entries of each row, ties kept from the lowest id up; k >= V
+    keeps all.
+    """
     bits = _ordered_bits(x)
     k = jnp.clip(k, 1, x.shape[-1])
     edge = _largest_threshold(bits, lambda keep: jnp.sum(keep, axis=-1, dtype=jnp.int32) >= k)
@@ -260,9 +284,11 @@ def top_k_mask(x: Float[Array, "B V"], k: Int[Array, " B"]) -> Bool[Array, "B V"
 
 
 def top_p_mask(x: Float[Array, "B V"], top_p: Float[Array, " B"]) -> Bool[Array, "B V"]:
-    """Return the mask of the smallest set of likeliest tokens whose mass reaches `top_p`; never empty.
+    """Return the mask of the smallest set of likeliest tokens whose mass reaches `top_p`; never
+    empty.
 
-    A token is kept where the mass of strictly likelier tokens, and of equal ones with lower ids, is below top_p.
+    A token is kept where the mass of strictly likelier tokens, and of equal ones with lower ids, is
+    below top_p.
     """
     p = jax.nn.softmax(x, axis=-1)
     bits = _ordered_bits(x)
@@ -271,13 +297,12 @@ def top_p_mask(x: Float[Array, "B V"], top_p: Float[Array, " B"]) -> Bool[Array,
     above, ties = bits > edge[:, None], bits == edge[:, None]
     before = jnp.cumsum(jnp.where(ties, p, 0.0), axis=-1) - jnp.where(ties, p, 0.0)
     fits = mass(above)[:, None] + before < top_p[:, None]
-    # Where rounding leaves the total below top_p no threshold holds: the edge is the smallest int, all are above it.
+    # Where rounding leaves the total below top_p no threshold holds: the edge is the smallest int,
+    # all are above it.
     return above | (ties & fits)
 
 
-def log_probabilities(
-    logits: Float[Array, "B V"], tokens: Int[Array, " B"]
-) -> Float[Array, " B"]:
+def log_probabilities(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
     """Return the log-probability of each row's token under the raw distribution."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1, mode="clip")[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)

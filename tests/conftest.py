@@ -18,7 +18,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share compiled programs between the workers of one run, and between runs in the same checkout."""
+    """Share compiled programs between the workers of one run, and between runs in the same
+    checkout.
+    """
     cache = os.environ.get("INFER_TEST_XLA_CACHE") or os.path.join(
         tempfile.gettempdir(), f"infer-test-xla-{os.getuid()}-{jax.__version__}"
     )

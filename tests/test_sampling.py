@@ -26,7 +26,9 @@ from infer.sampling import (
 
 
 def _state(rows: int, vocab: int, **changes: object) -> SamplingState:
-    fields = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=10, min_tokens=0) | changes
+    fields = (
+        dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=10, min_tokens=0) | changes
+    )
     array = lambda name, dtype: jnp.broadcast_to(jnp.asarray(fields[name], dtype), (rows,))
     return SamplingState(
         temperature=array("temperature", jnp.float32),
@@ -36,13 +38,17 @@ def _state(rows: int, vocab: int, **changes: object) -> SamplingState:
         max_tokens=array("max_tokens", jnp.int32),
         min_tokens=array("min_tokens", jnp.int32),
         stop_ids=jnp.full((rows, 2), vocab, jnp.int32),
-        key=request_keys(jax.random.key(0), *seed_words([None] * rows), jnp.arange(rows, dtype=jnp.int32)),
+        key=request_keys(
+            jax.random.key(0), *seed_words([None] * rows), jnp.arange(rows, dtype=jnp.int32)
+        ),
     )
 
 
 def _kept(logits: list[float], **changes: object) -> list[int]:
     row = jnp.asarray([logits], jnp.float32)
-    return np.flatnonzero(np.isfinite(filtered_logits(row, _state(1, len(logits), **changes))[0])).tolist()
+    return np.flatnonzero(
+        np.isfinite(filtered_logits(row, _state(1, len(logits), **changes))[0])
+    ).tolist()
 
 
 def test_temperature_comes_before_the_filters() -> None:
@@ -89,7 +95,11 @@ def _sorted_mask(row: np.ndarray, count: int | None, mass: float | None) -> np.n
 
 
 ROWS = st.lists(
-    st.lists(st.sampled_from([-3.0, -1.5, -0.0, 0.0, 0.25, 1.0, 2.0, 7.5]), min_size=12, max_size=12), min_size=2, max_size=2
+    st.lists(
+        st.sampled_from([-3.0, -1.5, -0.0, 0.0, 0.25, 1.0, 2.0, 7.5]), min_size=12, max_size=12
+    ),
+    min_size=2,
+    max_size=2,
 )
 
 
@@ -122,14 +132,19 @@ def test_top_p_is_exact_at_a_large_vocabulary() -> None:
 def test_frequencies_of_a_filtered_draw_are_its_probabilities() -> None:
     logits = jnp.broadcast_to(jnp.asarray([2.0, 1.0, 0.0, -1.0, -5.0]), (20_000, 5))
     state = _state(20_000, 5, temperature=1.5, top_k=4, top_p=0.95)
-    counts = np.bincount(sample(logits, state, draw_keys(state.key, *[jnp.zeros(20_000, jnp.int32)] * 2, Role.DRAW)), minlength=5)
+    counts = np.bincount(
+        sample(logits, state, draw_keys(state.key, *[jnp.zeros(20_000, jnp.int32)] * 2, Role.DRAW)),
+        minlength=5,
+    )
     p = np.exp(np.asarray([2.0, 1, 0, -1, -np.inf]) / 1.5)
     p /= p.sum()
     # top_p 0.95 drops nothing more: the mass before the fourth token is below it.
     assert p[:3].sum() < 0.95
     chi2 = float(((counts[:4] - 20_000 * p[:4]) ** 2 / (20_000 * p[:4])).sum())
     assert counts[4] == 0
-    assert chi2 < 16.3  # 0.999 quantile, 3 degrees of freedom; the keys are fixed, so this cannot flicker
+    assert (
+        chi2 < 16.3
+    )  # 0.999 quantile, 3 degrees of freedom; the keys are fixed, so this cannot flicker
 
 
 def test_log_probabilities_are_the_raw_models_whatever_the_temperature() -> None:
@@ -137,11 +152,18 @@ def test_log_probabilities_are_the_raw_models_whatever_the_temperature() -> None
     ids, values = top_log_probabilities(logits, 3)
     np.testing.assert_allclose(values[0], [-0.40760596, -1.407606, -2.407606], rtol=1e-6)
     assert ids.tolist() == [[0, 1, 2]]
-    np.testing.assert_allclose(log_probabilities(logits, jnp.asarray([1], jnp.int32)), [-1.407606], rtol=1e-6)
+    np.testing.assert_allclose(
+        log_probabilities(logits, jnp.asarray([1], jnp.int32)), [-1.407606], rtol=1e-6
+    )
 
 
 def test_stop_ids_cannot_be_drawn_before_min_tokens() -> None:
-    state = SamplingState(**(vars(_state(2, 4, min_tokens=3)) | {"stop_ids": jnp.asarray([[2, 4], [2, 4]], jnp.int32)}))
+    state = SamplingState(
+        **(
+            vars(_state(2, 4, min_tokens=3))
+            | {"stop_ids": jnp.asarray([[2, 4], [2, 4]], jnp.int32)}
+        )
+    )
     masked = mask_early_stops(jnp.zeros((2, 4)), state, jnp.asarray([2, 3], jnp.int32))
     np.testing.assert_array_equal(masked, [[0, 0, -np.inf, 0], [0, 0, 0, 0]])
 
@@ -152,12 +174,19 @@ def test_a_key_depends_on_seed_choice_position_and_role_alone() -> None:
     data = jax.random.key_data(keys)
     np.testing.assert_array_equal(data[0], jax.random.key_data(jax.random.key(42)))
     np.testing.assert_array_equal(data[0], data[2])
-    np.testing.assert_array_equal(data[1], jax.random.key_data(jax.random.fold_in(jax.random.key(1), 1)))
+    np.testing.assert_array_equal(
+        data[1], jax.random.key_data(jax.random.fold_in(jax.random.key(1), 1))
+    )
     np.testing.assert_array_equal(data[3], [2**8, 7])
     zero, one = jnp.zeros(4, jnp.int32), jnp.ones(4, jnp.int32)
     variants = [
         jax.random.key_data(draw_keys(keys, choice, position, role))
-        for choice, position, role in ((zero, zero, Role.DRAW), (one, zero, Role.DRAW), (zero, one, Role.DRAW), (zero, zero, Role.ACCEPT))
+        for choice, position, role in (
+            (zero, zero, Role.DRAW),
+            (one, zero, Role.DRAW),
+            (zero, one, Role.DRAW),
+            (zero, zero, Role.ACCEPT),
+        )
     ]
     assert len({np.asarray(v[0]).tobytes() for v in variants}) == 4
 

@@ -1,13 +1,15 @@
 """A paged key/value cache as an immutable pytree, with a vectorised allocator that runs inside jit.
 
-Keys and values live in pools of P pages of U tokens.  A row of the page table lists the pages of one sequence, in
-order.  Source: Kwon et al. 2023, arXiv 2309.06180.
+Keys and values live in pools of P pages of U tokens.  A row of the page table lists the pages of
+one sequence, in order.  Source: Kwon et al. 2023, arXiv 2309.06180.
 
-Sentinels.  A table entry without a page is P, one past the end, never -1: JAX wraps negative indices even under
-mode="drop", and a write to "page -1" would land in another sequence's last page.  Writes drop, reads clip and are masked.
+Sentinels.  A table entry without a page is P, one past the end, never -1: JAX wraps negative
+indices even under mode="drop", and a write to "page -1" would land in another sequence's last page.
+Writes drop, reads clip and are masked.
 
-The law.  `page_refs[p]` is the number of table entries that hold page p; 0 means free.  There is no list of free pages:
-their ids come from a cumulative sum over `page_refs == 0`.  `check_invariants` states the law for tests.
+The law.  `page_refs[p]` is the number of table entries that hold page p; 0 means free.  There is no
+list of free pages: their ids come from a cumulative sum over `page_refs == 0`.  `check_invariants`
+states the law for tests.
 """
 
 import dataclasses
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from infer.config import ModelConfig
@@ -52,20 +55,21 @@ def create(
     num_pages: int,
     page_size: int,
     pages_per_row: int,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
 ) -> PagedCache:
     """Return an empty cache: zeroed pools, no pages held.
 
     Args:
-      config: gives layers, key/value heads and head width.
-      num_slots: rows of the page table (B).
-      num_pages: pages in the pool (P).
-      page_size: tokens in a page (U).
-      pages_per_row: longest row of the table (M).
-      dtype: of keys and values.
+        config: gives layers, key/value heads and head width.
+        num_slots: rows of the page table (B).
+        num_pages: pages in the pool (P).
+        page_size: tokens in a page (U).
+        pages_per_row: longest row of the table (M).
+        dtype: of keys and values.
     """
     shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
-    # Zeros, not empty memory: a masked key still meets 0 x value in the weighted sum, and 0 x NaN is NaN.
+    # Zeros, not empty memory: a masked key still meets 0 x value in the weighted sum, and 0 x NaN
+    # is NaN.
     pools = lambda: tuple(jnp.zeros(shape, dtype) for _ in config.layers)
     return PagedCache(
         k_pages=pools(),
@@ -83,7 +87,9 @@ def pages_for(num_tokens: Array | int, page_size: int) -> Array | int:
 
 
 def free_page_ids(page_refs: Int[Array, " P"]) -> tuple[Int[Array, " P"], Int[Array, ""]]:
-    """Return the ids of the free pages in ascending order, padded with P, and how many there are."""
+    """Return the ids of the free pages in ascending order, padded with P, and how many there
+    are.
+    """
     num_pages = page_refs.shape[0]
     free = page_refs == 0
     rank = jnp.cumsum(free, dtype=jnp.int32) - 1
@@ -102,11 +108,12 @@ def held_pages(cache: PagedCache) -> Int[Array, " B"]:
 def allocate(cache: PagedCache, need: Int[Array, " B"]) -> tuple[PagedCache, Bool[Array, " B"]]:
     """Append `need[b]` fresh pages to each row b.
 
-    Rows are served in order.  A row that finds too few free pages, or would outgrow its table, gets none, and so
-    does every row after it that asks for any; `overflow` is then set.  Nothing is ever half-allocated.
+    Rows are served in order.  A row that finds too few free pages, or would outgrow its table, gets
+    none, and so does every row after it that asks for any; `overflow` is then set.  Nothing is ever
+    half-allocated.
 
     Returns:
-      The new cache, and for each row whether it has what it asked for.
+        The new cache, and for each row whether it has what it asked for.
     """
     num_pages, pages_per_row = cache.num_pages, cache.page_table.shape[1]
     held = held_pages(cache)
@@ -125,7 +132,9 @@ def allocate(cache: PagedCache, need: Int[Array, " B"]) -> tuple[PagedCache, Boo
 
 
 def release(cache: PagedCache, rows: Bool[Array, " B"]) -> PagedCache:
-    """Give back all pages of the marked rows and set their lengths to 0; shared pages live on in other rows."""
+    """Give back all pages of the marked rows and set their lengths to 0; shared pages live on in
+    other rows.
+    """
     dropped = jnp.where(rows[:, None], cache.page_table, cache.num_pages)
     return dataclasses.replace(
         cache,
@@ -135,13 +144,12 @@ def release(cache: PagedCache, rows: Bool[Array, " B"]) -> PagedCache:
     )
 
 
-def fork(
-    cache: PagedCache, source: Int[Array, " B"], num_shared: Int[Array, " B"]
-) -> PagedCache:
+def fork(cache: PagedCache, source: Int[Array, " B"], num_shared: Int[Array, " B"]) -> PagedCache:
     """Let row b begin with the first `num_shared[b]` pages of row `source[b]`, by reference.
 
-    Rows with `num_shared` 0 are left alone; the others must hold no pages.  Only full pages may be shared by rows
-    that will write: a page has one owner unless nobody writes to it.  Lengths become the tokens those pages hold.
+    Rows with `num_shared` 0 are left alone; the others must hold no pages.  Only full pages may be
+    shared by rows that will write: a page has one owner unless nobody writes to it.  Lengths become
+        the tokens those pages hold.
     """
     num_pages, pages_per_row = cache.num_pages, cache.page_table.shape[1]
     column = jnp.arange(pages_per_row, dtype=jnp.int32)[None, :]
@@ -157,9 +165,15 @@ def fork(
 
 
 def page_of(
-    page_table: Int[Array, "B M"], rows: Int[Array, " N"], positions: Int[Array, " N"], num_pages: int, page_size: int
+    page_table: Int[Array, "B M"],
+    rows: Int[Array, " N"],
+    positions: Int[Array, " N"],
+    num_pages: int,
+    page_size: int,
 ) -> Int[Array, " N"]:
-    """Return the page that holds each (row, position); P for a row past the table or a position past its pages."""
+    """Return the page that holds each (row, position); P for a row past the table or a position
+    past its pages.
+    """
     num_rows, pages_per_row = page_table.shape
     column = positions // page_size
     page = page_table.at[rows, column].get(mode="clip")
@@ -173,33 +187,37 @@ def write_tokens(
     page_ids: Int[Array, " N"],
     positions: Int[Array, " N"],
 ) -> Float[Array, "P K U H"]:
-    """Write one token's keys (or values) at each (page, position modulo U); a page id of P writes nothing."""
+    """Write one token's keys (or values) at each (page, position modulo U); a page id of P writes
+    nothing.
+    """
     page_size = pages.shape[2]
-    return pages.at[page_ids, :, positions % page_size].set(
-        values.astype(pages.dtype), mode="drop"
-    )
+    return pages.at[page_ids, :, positions % page_size].set(values.astype(pages.dtype), mode="drop")
 
 
 def write_pages(
     pages: Float[Array, "P K U H"], values: Float[Array, "N U K H"], page_ids: Int[Array, " N"]
 ) -> Float[Array, "P K U H"]:
     """Write N whole pages; a page id of P writes nothing."""
-    return pages.at[page_ids].set(
-        values.swapaxes(1, 2).astype(pages.dtype), mode="drop"
-    )
+    return pages.at[page_ids].set(values.swapaxes(1, 2).astype(pages.dtype), mode="drop")
 
 
 def check_invariants(cache: PagedCache) -> None:
     """Raise AssertionError if the pool's accounts are wrong.  For tests, on concrete arrays."""
     num_pages = cache.num_pages
     table, refs, lengths = map(np.asarray, (cache.page_table, cache.page_refs, cache.lengths))
-    assert ((table >= 0) & (table <= num_pages)).all(), "a table entry is neither a page nor the sentinel"
+    assert ((table >= 0) & (table <= num_pages)).all(), (
+        "a table entry is neither a page nor the sentinel"
+    )
     counted = np.bincount(table[table < num_pages].ravel(), minlength=num_pages)
-    assert (refs == counted).all(), f"page_refs {refs.tolist()} but the table holds {counted.tolist()}"
+    assert (refs == counted).all(), (
+        f"page_refs {refs.tolist()} but the table holds {counted.tolist()}"
+    )
     held = (table < num_pages).sum(1)
     prefix = np.arange(table.shape[1])[None, :] < held[:, None]
     assert ((table < num_pages) == prefix).all(), "a row of the table has a hole"
-    assert (lengths <= held * cache.page_size).all(), f"lengths {lengths.tolist()} exceed the pages held"
+    assert (lengths <= held * cache.page_size).all(), (
+        f"lengths {lengths.tolist()} exceed the pages held"
+    )
 
 
 def raise_if_overflow(cache: PagedCache, *, way_out: str) -> None:
@@ -207,5 +225,6 @@ def raise_if_overflow(cache: PagedCache, *, way_out: str) -> None:
     if bool(jax.device_get(cache.overflow)):
         free = int(np.sum(np.asarray(cache.page_refs) == 0))
         raise CapacityError(
-            f"the page pool is full: {cache.num_pages} pages of {cache.page_size} tokens, {free} free; {way_out}"
+            f"the page pool is full: {cache.num_pages} pages of {cache.page_size} tokens, {free} "
+            f"free; {way_out}"
         )

@@ -1,22 +1,29 @@
-"""From what users type to the arrays of a run: prompts, sampling parameters, buckets; checked with clear errors."""
+"""From what users type to the arrays of a run: prompts, sampling parameters, buckets; checked with
+clear errors.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infer.cache import paged
 from infer.cache.paged import pages_for
 from infer.config import ModelConfig
 from infer.errors import CapacityError, RequestError
-from infer.generation.program import Lanes, Requests
+from infer.generation.program import Lanes, Requests, State, initial_state
+from infer.models.params import Params
 from infer.sampling import SamplingParams, SamplingState, request_keys, seed_words
 
-# One tile of a prefill pass: long enough for full dots, short enough that a short prompt wastes little.
+# One tile of a prefill pass: long enough for full dots, short enough that a short prompt wastes
+# little.
 TILE = 64
 LOGPROB_COUNTS = (0, 1, 5, 20)
+# Slots when none are asked for: XLA:CPU's products gain little per row past about eight rows.
+_DEFAULT_SLOTS = {"cpu": 8, "gpu": 64}
 
 
 @runtime_checkable
@@ -27,8 +34,29 @@ class TextCodec(Protocol):
     def eos_ids(self) -> tuple[int, ...]: ...  # noqa: D102
     @property
     def pad_id(self) -> int | None: ...  # noqa: D102
-    def encode(self, text: str) -> list[int]: ...  # noqa: D102
-    def decode(self, ids: Sequence[int]) -> str: ...  # noqa: D102
+    def encode(self, text: str, *, parse_special: bool = ...) -> list[int]: ...  # noqa: D102
+    def decode(self, ids: Sequence[int], *, continuation: bool = ...) -> str: ...  # noqa: D102
+    def stream(self, *, continuation: bool = ...) -> Any: ...  # noqa: D102
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a call is run; none of it changes what is generated.  See `generate` for the meanings."""
+
+    num_slots: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    prefill_chunk: int = 256
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and (not is_int(value) or value < 1):
+                raise RequestError(f"{name} is {value!r}, must be an integer of at least 1")
+
+    def slots(self, num_requests: int) -> int:
+        """Return the number of slots for so many requests."""
+        most = _DEFAULT_SLOTS.get(jax.default_backend(), _DEFAULT_SLOTS["gpu"])
+        return self.num_slots or min(num_requests, most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +81,9 @@ def bucket(value: int, smallest: int) -> int:
 
 
 def lanes_for(prefill_chunk: int, prompt_cap: int, slots: int) -> Lanes:
-    """Return tiles whose tokens in one pass are at most `prefill_chunk`, and no more than all slots can fill."""
+    """Return tiles whose tokens in one pass are at most `prefill_chunk`, and no more than all slots
+    can fill.
+    """
     tile = min(TILE, prefill_chunk, prompt_cap)
     most_useful = slots * -(-prompt_cap // tile)
     return Lanes(tile=tile, num_tiles=max(1, min(prefill_chunk // tile, most_useful)))
@@ -62,38 +92,50 @@ def lanes_for(prefill_chunk: int, prompt_cap: int, slots: int) -> Lanes:
 def token_rows(
     prompts: object, tokenizer: TextCodec | None, prompt_lens: object | None
 ) -> list[list[int]]:
-    """Return one list of ids per prompt, from strings, lists of ids, or an array [R, T] with lengths."""
+    """Return one list of ids per prompt, from strings, lists of ids, or an array [R, T] with
+    lengths.
+    """
     if isinstance(prompts, str):
         prompts = [prompts]
     if isinstance(prompts, (np.ndarray, jax.Array)):
         return _array_rows(np.asarray(prompts), prompt_lens)
     if prompt_lens is not None:
-        raise RequestError("prompt_lens goes with an array [R, T] of ids; a list of prompts has its own lengths")
-    if not isinstance(prompts, Sequence):
         raise RequestError(
-            f"prompts is a {type(prompts).__name__}; pass a list of strings, a list of lists of ids, or an array [R, T]"
+            "prompt_lens goes with an array [R, T] of ids; a list of prompts has its own lengths"
         )
-    if prompts and all(is_int(p) for p in prompts):
-        raise RequestError("prompts is a flat list of ids; one prompt is [[1, 2, 3]], a list in a list")
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; pass a list of strings, a list of lists of "
+            "ids, or an array [R, T]"
+        )
+    items: list[Any] = list(prompts)
+    if items and all(is_int(p) for p in items):
+        raise RequestError(
+            "prompts is a flat list of ids; one prompt is [[1, 2, 3]], a list in a list"
+        )
     rows = []
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(items):
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise RequestError(
                     f"prompt {index} is a string and no tokenizer was given; "
                     "pass tokenizer=model.tokenizer, call model.generate(...), or pass token ids"
                 )
-            rows.append(list(tokenizer.encode(prompt)))
+            # Special tokens written out in a prompt are those tokens, as in vLLM and transformers.
+            rows.append(list(tokenizer.encode(prompt, parse_special=True)))
         elif isinstance(prompt, (np.ndarray, jax.Array)):
             rows += _array_rows(np.asarray(prompt)[None], None)
         elif isinstance(prompt, Sequence) and all(is_int(t) for t in prompt):
             rows.append([int(t) for t in prompt])
         else:
-            raise RequestError(f"prompt {index} is a {type(prompt).__name__}; pass a string or a list of ids")
+            raise RequestError(
+                f"prompt {index} is a {type(prompt).__name__}; pass a string or a list of ids"
+            )
     return rows
 
 
 def is_int(value: object) -> bool:
+    """Return whether `value` is an integer, Python's or numpy's, and no bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -102,30 +144,38 @@ def _array_rows(array: np.ndarray, prompt_lens: object | None) -> list[list[int]
         raise RequestError(
             f"prompts is an array {list(array.shape)} of {array.dtype}; pass integer ids [R, T]"
         )
-    lens = np.full(array.shape[0], array.shape[1]) if prompt_lens is None else np.asarray(prompt_lens)
+    lens = (
+        np.full(array.shape[0], array.shape[1]) if prompt_lens is None else np.asarray(prompt_lens)
+    )
     if lens.shape != array.shape[:1] or not np.issubdtype(lens.dtype, np.integer):
         raise RequestError(
-            f"prompt_lens is {list(lens.shape)} of {lens.dtype}; pass one integer per row, [{array.shape[0]}]"
+            f"prompt_lens is {list(lens.shape)} of {lens.dtype}; pass one integer per row, "
+            f"[{array.shape[0]}]"
         )
     if lens.size and (lens.min() < 0 or lens.max() > array.shape[1]):
         raise RequestError(
-            f"prompt_lens spans {lens.min()}..{lens.max()}; the array has room for 0..{array.shape[1]} tokens"
+            f"prompt_lens spans {lens.min()}..{lens.max()}; the array has room for "
+            f"0..{array.shape[1]} tokens"
         )
     return [row[:n].tolist() for row, n in zip(array, lens, strict=True)]
 
 
 def check_prompts(rows: list[list[int]], config: ModelConfig) -> None:
-    """Raise RequestError naming the first prompt that is empty, too long, or has ids the model does not know."""
+    """Raise RequestError naming the first prompt that is empty, too long, or has ids the model does
+    not know.
+    """
     if not rows:
         raise RequestError("prompts is empty; pass at least one prompt")
     for index, ids in enumerate(rows):
         if not ids:
             raise RequestError(
-                f"prompt {index} is empty; a prompt has at least one token (a model with a BOS token can start from it)"
+                f"prompt {index} is empty; a prompt has at least one token (a model with a BOS "
+                "token can start from it)"
             )
         if len(ids) >= config.max_context:
             raise RequestError(
-                f"prompt {index} has {len(ids)} tokens, the model's context is {config.max_context} with at least one "
+                f"prompt {index} has {len(ids)} tokens, the model's context is "
+                f"{config.max_context} with at least one "
                 "left to generate; shorten the prompt"
             )
         low, high = min(ids), max(ids)
@@ -144,22 +194,35 @@ def expand_sampling(
         sampling = SamplingParams(temperature=0.0, max_tokens=128)
     if isinstance(sampling, SamplingParams):
         return [sampling] * num_prompts
-    if not isinstance(sampling, Sequence) or not all(isinstance(s, SamplingParams) for s in sampling):
+    if not isinstance(sampling, Sequence) or not all(
+        isinstance(s, SamplingParams) for s in sampling
+    ):
         raise RequestError(
-            f"sampling is a {type(sampling).__name__}; pass a SamplingParams, or a list with one per prompt"
+            f"sampling is a {type(sampling).__name__}; pass a SamplingParams, or a list with one "
+            "per prompt"
         )
     if len(sampling) != num_prompts:
-        raise RequestError(f"{len(sampling)} SamplingParams for {num_prompts} prompts; pass one, or one per prompt")
+        raise RequestError(
+            f"{len(sampling)} SamplingParams for {num_prompts} prompts; pass one, or one per prompt"
+        )
     return list(sampling)
 
 
-def stop_ids_of(sampling: SamplingParams, config: ModelConfig, tokenizer: TextCodec | None) -> list[int]:
-    """Return the ids that end a request: the model's and tokenizer's own unless ignored, and the user's."""
-    own = () if sampling.ignore_eos else (*config.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))
+def stop_ids_of(
+    sampling: SamplingParams, config: ModelConfig, tokenizer: TextCodec | None
+) -> list[int]:
+    """Return the ids that end a request: the model's and tokenizer's own unless ignored, and the
+    user's.
+    """
+    own = (
+        () if sampling.ignore_eos else (*config.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))
+    )
     ids = sorted({*own, *sampling.stop_token_ids})
     bad = [i for i in ids if not 0 <= i < config.num_tokens]
     if bad:
-        raise RequestError(f"stop_token_ids has {bad[0]}; ids of this model are 0..{config.num_tokens - 1}")
+        raise RequestError(
+            f"stop_token_ids has {bad[0]}; ids of this model are 0..{config.num_tokens - 1}"
+        )
     return ids
 
 
@@ -192,13 +255,16 @@ def sampling_state(
     )
 
 
-def check_pool(rows: list[list[int]], max_tokens: list[int], page_size: int, num_pages: int) -> None:
+def check_pool(
+    rows: list[list[int]], max_tokens: list[int], page_size: int, num_pages: int
+) -> None:
     """Raise CapacityError before anything runs if one request could never get its pages."""
     for index, (ids, new) in enumerate(zip(rows, max_tokens, strict=True)):
         need = pages_for(len(ids) + new - 1, page_size)
         if need > num_pages:
             raise CapacityError(
-                f"prompt {index} with {len(ids)} tokens and max_tokens {new} needs {need} pages of {page_size} tokens, "
+                f"prompt {index} with {len(ids)} tokens and max_tokens {new} needs {need} pages "
+                f"of {page_size} tokens, "
                 f"the pool has {num_pages}; raise num_pages or lower max_tokens"
             )
 
@@ -216,4 +282,24 @@ def request_arrays(rows: list[list[int]], sampling: SamplingState, caps: Caps) -
         choice=jnp.zeros(caps.requests, jnp.int32),
         sampling=sampling,
         count=jnp.asarray(len(rows), jnp.int32),
+    )
+
+
+def fresh_state(params: Params, requests: Requests, caps: Caps, pad_id: int) -> State:
+    """Return the state before the first turn, its cache empty."""
+    cache = paged.create(
+        params.config,
+        num_slots=caps.slots,
+        num_pages=caps.pages,
+        page_size=caps.page_size,
+        pages_per_row=caps.pages_per_row,
+        dtype=params.dtype,
+    )
+    return initial_state(
+        cache,
+        requests,
+        max_new=caps.new_tokens,
+        num_logprobs=caps.logprobs,
+        vocab_size=params.config.vocab_size,
+        pad_id=pad_id,
     )

@@ -1,15 +1,16 @@
 """The generation loop: R requests flow through B slots inside one `lax.while_loop`.
 
-A turn runs at most one prefill pass, over tiles of the waiting prompts, then at most one decode pass, one token for every
-slot that has exactly one token to do; then it samples once for all slots that are ready.  Each step is a `while_loop` of at
-most one trip: the page pools stay in place, which `lax.cond` with two writing branches would not allow.  Each has one shape
-for the whole run.
+A turn runs at most one prefill pass, over tiles of the waiting prompts, then at most one decode
+pass, one token for every slot that has exactly one token to do; then it samples once for all slots
+that are ready.  Each step is a `while_loop` of at most one trip: the page pools stay in place,
+which `lax.cond` with two writing branches would not allow.  Each has one shape for the whole run.
 
-A prompt is always cut at multiples of the tile, and a lone last token always goes to the decode pass, so the arithmetic of a
-request does not depend on what its neighbours do.
+A prompt is always cut at multiples of the tile, and a lone last token always goes to the decode
+pass, so the arithmetic of a request does not depend on what its neighbours do.
 
-Pages are reserved at admission for the whole request.  The queue is first come, first served: a request that does not fit
-waits, and so do those behind it.  Finished slots give their pages back at the end of the turn and are refilled at once.
+Pages are reserved at admission for the whole request.  The queue is first come, first served: a
+request that does not fit waits, and so do those behind it.  Finished slots give their pages back at
+the end of the turn and are refilled at once.
 """
 
 import dataclasses
@@ -41,7 +42,6 @@ from infer.sampling import (
     take,
     top_log_probabilities,
 )
-
 
 C = TypeVar("C")
 
@@ -111,7 +111,15 @@ class Ready:
     rows: Leaf  # bool [B]
 
 
-def initial_state(cache: PagedCache, requests: Requests, *, max_new: int, num_logprobs: int, vocab_size: int, pad_id: int) -> State:
+def initial_state(
+    cache: PagedCache,
+    requests: Requests,
+    *,
+    max_new: int,
+    num_logprobs: int,
+    vocab_size: int,
+    pad_id: int,
+) -> State:
     """Return the state before the first turn: every slot free, the whole queue waiting."""
     num_requests, num_slots = requests.prompts.shape[0], cache.page_table.shape[0]
     zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
@@ -146,15 +154,16 @@ def run(
     *,
     lanes: Lanes,
 ) -> State:
-    """Run turns until every request is done, `max_turns` have been run in all, or the pool cannot serve anyone.
+    """Run turns until every request is done, `max_turns` have been run in all, or the pool cannot
+    serve anyone.
 
     Args:
-      params: weights.
-      requests: what is asked.
-      state: where to go on; fresh from `initial_state` or returned by an earlier call.
-      max_turns: absolute number of turns at which to return.
-      until_first: return as soon as no admitted request waits for its first token.
-      lanes: shape of a prefill pass.
+        params: weights.
+        requests: what is asked.
+        state: where to go on; fresh from `initial_state` or returned by an earlier call.
+        max_turns: absolute number of turns at which to return.
+        until_first: return as soon as no admitted request waits for its first token.
+        lanes: shape of a prefill pass.
     """
 
     def go_on(s: State) -> Array:
@@ -170,10 +179,13 @@ def run(
             rows=jnp.zeros(num_slots, bool),
         )
         c = (s, none)
-        c = _at_most_once(jnp.any(todo(s) > 1), lambda c: _prefill_pass(params, requests, *c, lanes), c)
+        c = _at_most_once(
+            jnp.any(todo(s) > 1), lambda c: _prefill_pass(params, requests, *c, lanes), c
+        )
         c = _at_most_once(jnp.any(todo(c[0]) == 1), lambda c: _decode_pass(params, requests, *c), c)
         s, ready = c
-        # Nothing is ready after most turns of a long prompt alone: the head, as dear as several layers, is skipped.
+        # Nothing is ready after most turns of a long prompt alone: the head, as dear as several
+        # layers, is skipped.
         s = _at_most_once(jnp.any(ready.rows), lambda s: _emit(params, requests, s, ready), s)
         return _admit(dataclasses.replace(s, turns=s.turns + 1), requests)
 
@@ -193,7 +205,9 @@ def _unfinished(state: State, requests: Requests) -> Array:
 
 
 def _known(state: State, requests: Requests) -> Array:
-    """Return the tokens of each slot's sequence that are known: its prompt and what it has generated."""
+    """Return the tokens of each slot's sequence that are known: its prompt and what it has
+    generated.
+    """
     row = jnp.minimum(state.request, requests.prompts.shape[0] - 1)
     return requests.prompt_lens[row] + state.num_generated
 
@@ -204,13 +218,15 @@ def _tokens_to_do(state: State, requests: Requests) -> Array:
     return jnp.where(occupied, _known(state, requests) - state.cache.lengths, 0)
 
 
-# ---- passes ----------------------------------------------------------------------------------------------------------
+# ---- passes --------------------------------------------------------------------------------------
 
 
 def _prefill_pass(
     params: Params, requests: Requests, state: State, ready: Ready, lanes: Lanes
 ) -> tuple[State, Ready]:
-    """Put up to `num_tiles` tiles of prompts into the cache, oldest request first; note which prompts are complete."""
+    """Put up to `num_tiles` tiles of prompts into the cache, oldest request first; note which
+    prompts are complete.
+    """
     num_slots = state.request.shape[0]
     todo = _tokens_to_do(state, requests)
     order = jnp.argsort(state.request)
@@ -233,7 +249,9 @@ def _prefill_pass(
     tokens = requests.prompts.at[row[:, None], positions].get(mode="clip")
     slots_flat = jnp.repeat(jnp.where(used, slot, num_slots), lanes.tile)
     table = state.cache.page_table[slot]
-    x, cache = _through_layers(params, state.cache, tokens.reshape(-1), positions, slots_flat, table)
+    x, cache = _through_layers(
+        params, state.cache, tokens.reshape(-1), positions, slots_flat, table
+    )
 
     target = jnp.where(used, slot, num_slots)
     done = jnp.zeros(num_slots, jnp.int32).at[target].add(count, mode="drop")
@@ -280,7 +298,8 @@ def _through_layers(
     slots: Int[Array, " N"],
     page_table: Int[Array, "B M"],
 ) -> tuple[Float[Array, "N D"], PagedCache]:
-    """Write keys and values of all tokens into pages, attend, and return the residual stream and the cache.
+    """Write keys and values of all tokens into pages, attend, and return the residual stream and
+    the cache.
 
     `positions` -1 and `slots` past the end mark padding, which writes nothing.
     """
@@ -312,11 +331,13 @@ def _through_layers(
     return x, dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)
 
 
-# ---- sampling and slots ----------------------------------------------------------------------------------------------
+# ---- sampling and slots --------------------------------------------------------------------------
 
 
 def _emit(params: Params, requests: Requests, state: State, ready_rows: Ready) -> State:
-    """Sample a token for each slot that is ready, record it, and free the slots that are finished."""
+    """Sample a token for each slot that is ready, record it, and free the slots that are
+    finished.
+    """
     ready = ready_rows.rows
     num_requests = requests.prompts.shape[0]
     vocab = params.config.vocab_size
@@ -359,9 +380,11 @@ def _emit(params: Params, requests: Requests, state: State, ready_rows: Ready) -
 
 
 def _admit(state: State, requests: Requests) -> State:
-    """Give free slots to waiting requests: the i-th free slot to the i-th in the queue, as far as the pages reach.
+    """Give free slots to waiting requests: the i-th free slot to the i-th in the queue, as far as
+    the pages reach.
 
-    If no slot is busy and not even the first request fits, the pool can never serve it: `overflow` ends the loop.
+    If no slot is busy and not even the first request fits, the pool can never serve it: `overflow`
+    ends the loop.
     """
     num_requests, cache = requests.prompts.shape[0], state.cache
     free = state.request == num_requests

@@ -1,7 +1,8 @@
 """The forward pass that every dense family shares.
 
-Tokens lie on one flat axis T, whoever they belong to; attention is an argument.  The same code thus serves a dense
-forward, a prefill chunk against pages, and a decode step: they differ only in the `attend` they pass.
+Tokens lie on one flat axis T, whoever they belong to; attention is an argument.  The same code thus
+serves a dense forward, a prefill chunk against pages, and a decode step: they differ only in the
+`attend` they pass.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from infer.ops.rope import apply_rope, rope_table
 
 KV = TypeVar("KV")
 
-# (layer index, its configuration, q [T, N, H], k [T, K, H], v [T, K, H], state) -> (output [T, N, H], new state)
+# (layer index, its configuration, q [T, N, H], k [T, K, H], v [T, K, H], state) -> (output [T, N,
+# H], new state)
 Attend = Callable[[int, LayerConfig, Array, Array, Array, KV], tuple[Array, KV]]
 
 _ACTIVATIONS = {
@@ -38,14 +40,15 @@ def hidden_states(
     attend: Attend[KV],
     state: KV,
 ) -> tuple[Float[Array, "T D"], KV]:
-    """Run all layers; return the residual stream before the final norm, and the state that `attend` threads.
+    """Run all layers; return the residual stream before the final norm, and the state that `attend`
+    threads.
 
     Args:
-      params: weights.
-      tokens: ids in [0, V).
-      positions: of each token in its own sequence.
-      attend: stores keys and values and attends; see `Attend`.
-      state: whatever `attend` threads (page pools; nothing for a dense forward).
+        params: weights.
+        tokens: ids in [0, V).
+        positions: of each token in its own sequence.
+        attend: stores keys and values and attends; see `Attend`.
+        state: whatever `attend` threads (page pools; nothing for a dense forward).
     """
     config = params.config
     with jax.named_scope("embed"):
@@ -117,11 +120,15 @@ def logits(params: Params, x: Float[Array, "T D"]) -> Float[Array, "T V"]:
 
 
 def forward(params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
-    """Return logits at every position, without a cache: the definition that every cached path is tested against."""
+    """Return logits at every position, without a cache: the definition that every cached path is
+    tested against.
+    """
     batch, length = tokens.shape
     config = params.config
 
-    def attend(index: int, layer: LayerConfig, q: Array, k: Array, v: Array, state: None) -> tuple[Array, None]:
+    def attend(
+        index: int, layer: LayerConfig, q: Array, k: Array, v: Array, state: None
+    ) -> tuple[Array, None]:
         split = lambda y: y.reshape(batch, length, *y.shape[1:])
         o = dense_attention(
             split(q),

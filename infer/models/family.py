@@ -9,15 +9,17 @@ from infer.config import ModelConfig
 
 @runtime_checkable
 class Metadata(Protocol):
-    """Typed access to a checkpoint's metadata; a missing key gives the default, or an error where there is none."""
+    """Typed access to a checkpoint's metadata; a missing key gives the default, or an error where
+    there is none.
+    """
 
     @property
     def metadata(self) -> Mapping[str, Any]: ...  # noqa: D102
     @property
     def tensors(self) -> Mapping[str, Any]: ...  # noqa: D102
-    def meta_int(self, key: str, default: int | None = ...) -> int: ...  # noqa: D102
-    def meta_float(self, key: str, default: float | None = ...) -> float: ...  # noqa: D102
-    def meta_str(self, key: str, default: str | None = ...) -> str: ...  # noqa: D102
+    def meta_int(self, key: str, default: int = ...) -> int: ...  # noqa: D102
+    def meta_float(self, key: str, default: float = ...) -> float: ...  # noqa: D102
+    def meta_str(self, key: str, default: str = ...) -> str: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +27,12 @@ class Family:
     """A model family as its GGUF files describe it.
 
     Attributes:
-      name: the architecture's name in GGUF.
-      config: metadata -> ModelConfig; `divisors` are the values of `rope_freqs.weight` where the file has it.
-      layer_names: LayerParams field -> tensor name, with `{i}` for the layer.
-      global_names: Params field -> tensor name.
-      permuted_rope: rows of q and k are stored for adjacent-pair rotation and must be put back.
+        name: the architecture's name in GGUF.
+        config: metadata -> ModelConfig; `divisors` are the values of `rope_freqs.weight` where the
+            file has it.
+        layer_names: LayerParams field -> tensor name, with `{i}` for the layer.
+        global_names: Params field -> tensor name.
+        permuted_rope: rows of q and k are stored for adjacent-pair rotation and must be put back.
     """
 
     name: str

@@ -1,7 +1,8 @@
-"""Gemma 3 (text): scaled embeddings, q/k norms, norms on both sides of each block, five sliding layers to one full.
+"""Gemma 3 (text): scaled embeddings, q/k norms, norms on both sides of each block, five sliding
+layers to one full.
 
-The two kinds of layer have rotary tables of their own: a frequency scaling applies to the full ones only.  GGUF stores
-norm weights with the +1 that Gemma's (1 + w) asks for already added.
+The two kinds of layer have rotary tables of their own: a frequency scaling applies to the full ones
+only.  GGUF stores norm weights with the +1 that Gemma's (1 + w) asks for already added.
 """
 
 import math
@@ -10,7 +11,8 @@ from infer.config import Activation, LayerConfig, ModelConfig, RopeConfig
 from infer.models.family import GLOBAL_NAMES, LAYER_NAMES, Family, Metadata, common_fields
 from infer.models.llama import rope_scaling
 
-# The 27B model alone scales queries by its hidden size per head; GGUF tells the sizes apart by their layers.
+# The 27B model alone scales queries by its hidden size per head; GGUF tells the sizes apart by
+# their layers.
 _LAYERS_OF_27B = 62
 
 
@@ -27,7 +29,8 @@ def config(meta: Metadata, divisors: tuple[float, ...] = ()) -> ModelConfig:
     )
     window = meta.meta_int("gemma3.attention.sliding_window", 0)
     sliding = LayerConfig(
-        rope=RopeConfig(theta=meta.meta_float("gemma3.rope.freq_base_swa", 1e4)), window=window or None
+        rope=RopeConfig(theta=meta.meta_float("gemma3.rope.freq_base_swa", 1e4)),
+        window=window or None,
     )
     hidden, num_heads = fields["hidden_size"], fields["num_heads"]
     softcap = meta.meta_float("gemma3.final_logit_softcapping", 0.0)

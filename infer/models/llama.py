@@ -8,7 +8,9 @@ from infer.models.family import GLOBAL_NAMES, LAYER_NAMES, Family, Metadata, com
 def config(meta: Metadata, divisors: tuple[float, ...] = ()) -> ModelConfig:
     """Return the configuration that a GGUF file of architecture `llama` describes."""
     if experts := meta.meta_int("llama.expert_count", 0):
-        raise ConfigError(f"llama with {experts} experts is a mixture of experts, which this version does not run")
+        raise ConfigError(
+            f"llama with {experts} experts is a mixture of experts, which this version does not run"
+        )
     fields = common_fields(meta, "llama")
     dim = meta.meta_int("llama.rope.dimension_count", fields["head_dim"])
     rope = RopeConfig(
@@ -22,7 +24,9 @@ def config(meta: Metadata, divisors: tuple[float, ...] = ()) -> ModelConfig:
 
 
 def rope_scaling(meta: Metadata, family: str, divisors: tuple[float, ...]) -> RopeScaling | None:
-    """Return the frequency scaling of a GGUF file: the divisor tensor where there is one, else its metadata."""
+    """Return the frequency scaling of a GGUF file: the divisor tensor where there is one, else its
+    metadata.
+    """
     if divisors:
         return RopeScaling(kind=RopeScalingKind.DIVISORS, divisors=divisors)
     kind = meta.meta_str(f"{family}.rope.scaling.type", "none")

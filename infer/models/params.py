@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from infer.config import ModelConfig
 from infer.errors import ConfigError
@@ -15,7 +16,9 @@ from infer.quant.qarray import QArray
 
 @pytree_dataclass
 class LayerParams:
-    """Weights of one layer; matrices are [out, in], a float array or a QArray.  What a family lacks is None."""
+    """Weights of one layer; matrices are [out, in], a float array or a QArray.  What a family lacks
+    is None.
+    """
 
     attn_norm: Leaf  # [D]
     q: Leaf  # [N * H, D]
@@ -83,12 +86,16 @@ def expected_shapes(config: ModelConfig) -> Params:
 
 
 def validate(params: Params) -> Params:
-    """Return `params`, or raise ConfigError listing every leaf whose shape is not what its config says."""
+    """Return `params`, or raise ConfigError listing every leaf whose shape is not what its config
+    says.
+    """
     is_weight = lambda x: x is None or isinstance(x, (QArray, tuple))
     want, _ = jax.tree_util.tree_flatten_with_path(
         expected_shapes(params.config), is_leaf=lambda x: isinstance(x, tuple) and not _is_layers(x)
     )
-    have = dict(jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QArray))[0])
+    have = dict(
+        jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QArray))[0]
+    )
     problems = []
     for path, shape in want:
         name, leaf = jax.tree_util.keystr(path), have.pop(path, None)
@@ -107,7 +114,7 @@ def _is_layers(x: tuple) -> bool:
     return bool(x) and isinstance(x[0], LayerParams)
 
 
-def random_params(config: ModelConfig, seed: int, dtype: jnp.dtype = jnp.float32) -> Params:
+def random_params(config: ModelConfig, seed: int, dtype: DTypeLike = jnp.float32) -> Params:
     """Return random weights, for tests and benchmarks: matrices N(0, 1/in), norms near one."""
     rng = np.random.default_rng(seed)
 

@@ -1,7 +1,8 @@
-"""Causal attention: dense, and against a paged cache.  Plain XLA; every path here is the reference of a kernel.
+"""Causal attention: dense, and against a paged cache.  Plain XLA; every path here is the reference
+of a kernel.
 
-The visible keys of a query at position i are j <= i, and j > i - window where a window is set: W keys in all, the
-query's own included.
+The visible keys of a query at position i are j <= i, and j > i - window where a window is set: W
+keys in all, the query's own included.
 """
 
 import jax
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-# Finite, so that a row without visible keys gives 0 / tiny rather than NaN, and small enough that exp() of it is 0.
+# Finite, so that a row without visible keys gives 0 / tiny rather than NaN, and small enough that
+# exp() of it is 0.
 _MASKED = -1e30
-# Pages read in one trip of the loop over a sequence: 64 keys with 16-token pages keep XLA:CPU's dots busy.
+# Pages read in one trip of the loop over a sequence: 64 keys with 16-token pages keep XLA:CPU's
+# dots busy.
 _KEYS_PER_TRIP = 64
 
 
@@ -37,7 +40,8 @@ def dense_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Return causal attention of T queries over S keys, both starting at position 0, each head group sharing a key head.
+    """Return causal attention of T queries over S keys, both starting at position 0, each head
+    group sharing a key head.
 
     Scores, softmax and sums are float32; the result has q's dtype.
     """
@@ -45,14 +49,20 @@ def dense_attention(
     num_kv = k.shape[2]
     q_BTKGH = q.reshape(batch, num_queries, num_kv, num_heads // num_kv, width)
     f32 = jnp.float32
-    scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k, preferred_element_type=f32, precision="highest")
+    scores = jnp.einsum(
+        "btkgh,bskh->bkgts", q_BTKGH, k, preferred_element_type=f32, precision="highest"
+    )
     scores = _softcapped(scores * scale, softcap)
     mask = visible(
         jnp.arange(num_queries, dtype=jnp.int32), jnp.arange(k.shape[1], dtype=jnp.int32), window
     )
     weights = jax.nn.softmax(jnp.where(mask[None, None, None], scores, _MASKED), axis=-1)
     o = jnp.einsum(
-        "bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=f32, precision="highest"
+        "bkgts,bskh->btkgh",
+        weights.astype(v.dtype),
+        v,
+        preferred_element_type=f32,
+        precision="highest",
     )
     return o.reshape(q.shape).astype(q.dtype)
 
@@ -68,20 +78,22 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Return causal attention of T queries a row over that row's pages, by online softmax over blocks of pages.
+    """Return causal attention of T queries a row over that row's pages, by online softmax over
+    blocks of pages.
 
-    The number of blocks read is that of the row with the most visible keys, found at run time.  With a window, blocks
-    that no row can see are skipped at the front as well.
+    The number of blocks read is that of the row with the most visible keys, found at run time.
+    With a window, blocks that no row can see are skipped at the front as well.
 
     Args:
-      q: queries.
-      k_pages: key pool; the queries' own keys are already written.
-      v_pages: value pool.
-      page_table: pages of each row, P where there is none.
-      positions: of each query in its sequence; negative for a query that is padding (its output is 0).
-      scale: factor on q·k.
-      window: visible keys, the query's own included; None for all.
-      softcap: bound of scores by tanh, or None.
+        q: queries.
+        k_pages: key pool; the queries' own keys are already written.
+        v_pages: value pool.
+        page_table: pages of each row, P where there is none.
+        positions: of each query in its sequence; negative for a query that is padding (its output
+            is 0).
+        scale: factor on q·k.
+        window: visible keys, the query's own included; None for all.
+        softcap: bound of scores by tanh, or None.
     """
     rows, num_queries, num_heads, width = q.shape
     _, num_kv, page_size, _ = k_pages.shape
@@ -102,10 +114,13 @@ def paged_attention(
     end_B111 = jnp.max(positions, axis=1)[:, None, None, None]
 
     def block(trip: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        m, l, acc = carry
+        m, total, acc = carry
         ids = lax.dynamic_slice_in_dim(table, trip * pages_per_trip, pages_per_trip, axis=1)
         gather = lambda pages: (
-            pages.at[ids].get(mode="clip").swapaxes(1, 2).reshape(rows, num_kv, keys_per_trip, width)
+            pages.at[ids]
+            .get(mode="clip")
+            .swapaxes(1, 2)
+            .reshape(rows, num_kv, keys_per_trip, width)
         )
         scores = jnp.einsum(
             "bkmh,bksh->bkms",
@@ -120,10 +135,12 @@ def paged_attention(
             mask = mask & (j > i_B1M1 - window)
         scores = jnp.where(mask, _softcapped(scores, softcap), _MASKED)
         m_new = jnp.maximum(m, jnp.max(scores, axis=-1, keepdims=True))
-        # A row that sees nothing yet has m_new = _MASKED, where exp(0) would count masked keys: mask again.
+        # A row that sees nothing yet has m_new = _MASKED, where exp(0) would count masked keys:
+        # mask again.
         p = jnp.where(mask, jnp.exp(scores - m_new), 0.0)
         rescale = jnp.exp(m - m_new)
-        # Keys past the row's last position are stale memory of another sequence: 0 x NaN would poison this one.
+        # Keys past the row's last position are stale memory of another sequence: 0 x NaN would
+        # poison this one.
         v = jnp.where(j.reshape(1, 1, -1, 1) <= end_B111, gather(v_pages), 0).astype(q.dtype)
         update = jnp.einsum(
             "bkms,bksh->bkmh",
@@ -132,7 +149,7 @@ def paged_attention(
             preferred_element_type=jnp.float32,
             precision="highest",
         )
-        return m_new, l * rescale + jnp.sum(p, axis=-1, keepdims=True), acc * rescale + update
+        return m_new, total * rescale + jnp.sum(p, axis=-1, keepdims=True), acc * rescale + update
 
     last = jnp.max(positions) // keys_per_trip + 1
     first = jnp.zeros((), last.dtype)
@@ -145,8 +162,8 @@ def paged_attention(
         jnp.zeros((*shape, 1), jnp.float32),
         jnp.zeros((*shape, width), jnp.float32),
     )
-    _, l, acc = lax.fori_loop(first, last, block, start)
-    o = acc / jnp.maximum(l, jnp.finfo(jnp.float32).tiny)
+    _, total, acc = lax.fori_loop(first, last, block, start)
+    o = acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return (
         o.reshape(rows, num_kv, num_queries, group, width)
         .transpose(0, 2, 1, 3, 4)

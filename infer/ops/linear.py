@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from infer.quant.qarray import QArray, dequantize, take_rows
@@ -13,9 +14,9 @@ def linear(
     """Return x @ weight.T (+ bias): products in x's dtype, sums in float32, one cast to x's dtype.
 
     Args:
-      x: activations.
-      weight: [out, in], a float array or packed; packed weights are decoded inside the program.
-      bias: added in float32.
+        x: activations.
+        weight: [out, in], a float array or packed; packed weights are decoded inside the program.
+        bias: added in float32.
     """
     return linear_f32(x, weight, bias).astype(x.dtype)
 
@@ -25,7 +26,8 @@ def linear_f32(
 ) -> Float[Array, "*B O"]:
     """Return the same product as `linear`, left in float32 (for logits)."""
     w = dequantize(weight, x.dtype) if isinstance(weight, QArray) else weight.astype(x.dtype)
-    # HIGHEST: a float32 model asks for float32 products, not the GPU's TF32; other dtypes ignore it.
+    # HIGHEST: a float32 model asks for float32 products, not the GPU's TF32; other dtypes ignore
+    # it.
     y = jnp.einsum(
         "...i,oi->...o", x, w, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST
     )
@@ -34,8 +36,12 @@ def linear_f32(
     return y
 
 
-def embed(weight: Array | QArray, tokens: Int[Array, "*B"], dtype: jnp.dtype) -> Float[Array, "*B D"]:
-    """Return the rows `tokens` of an embedding [V, D].  Ids must be in [0, V): the caller has checked or padded them."""
+def embed(
+    weight: Array | QArray, tokens: Int[Array, "*B"], dtype: DTypeLike
+) -> Float[Array, "*B D"]:
+    """Return the rows `tokens` of an embedding [V, D].  Ids must be in [0, V): the caller has
+    checked or padded them.
+    """
     if isinstance(weight, QArray):
         return take_rows(weight, tokens, dtype)
     return weight.at[tokens].get(mode="clip").astype(dtype)

@@ -8,8 +8,8 @@ from jaxtyping import Float
 def rms_norm(x: Float[Array, "*B D"], gain: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
     """Return x / sqrt(mean(x^2) + eps) * gain, computed in float32 and cast once to x's dtype.
 
-    Source: Zhang and Sennrich 2019, arXiv 1910.07467.  `gain` is the effective factor: where a checkpoint stores w and
-    the model uses 1 + w (Gemma), the loader has added the one, in float32.
+    Source: Zhang and Sennrich 2019, arXiv 1910.07467.  `gain` is the effective factor: where a
+    checkpoint stores w and the model uses 1 + w (Gemma), the loader has added the one, in float32.
     """
     x32 = x.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)

@@ -1,7 +1,8 @@
 """Rotary position embedding, half-split pairs: dimension i turns with dimension i + dim/2.
 
-Source: Su et al. 2021, arXiv 2104.09864.  Frequencies are float64 on the host and float32 on the device: at position
-100,000 the float32 angle is off by less than 1e-2.  Checkpoints stored for adjacent pairs are reordered by the loader.
+Source: Su et al. 2021, arXiv 2104.09864.  Frequencies are float64 on the host and float32 on the
+device: at position 100,000 the float32 angle is off by less than 1e-2.  Checkpoints stored for
+adjacent pairs are reordered by the loader.
 """
 
 import math
@@ -26,7 +27,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def attention_factor(scaling: RopeScaling | None) -> float:
     """Return the factor that YaRN puts on cos and sin (1 for every other kind).
 
-    Source: Peng et al. 2023, arXiv 2309.00071, section 3.4; DeepSeek's mscale ratio as in transformers.
+    Source: Peng et al. 2023, arXiv 2309.00071, section 3.4; DeepSeek's mscale ratio as in
+    transformers.
     """
     if scaling is None or scaling.kind is not RopeScalingKind.YARN:
         return 1.0
@@ -53,7 +55,9 @@ def _divisors(plain: np.ndarray, s: RopeScaling, theta: float, dim: int) -> np.n
 
 
 def _llama3(plain: np.ndarray, s: RopeScaling, theta: float, dim: int) -> np.ndarray:
-    """Divide long wavelengths, keep short ones, blend between.  Source: Llama 3.1 model card, `rope_scaling`."""
+    """Divide long wavelengths, keep short ones, blend between.  Source: Llama 3.1 model card,
+    `rope_scaling`.
+    """
     wavelength = 2 * np.pi / plain
     span = s.high_freq_factor - s.low_freq_factor
     blend = np.clip((s.original_context / wavelength - s.low_freq_factor) / span, 0.0, 1.0)
@@ -61,7 +65,9 @@ def _llama3(plain: np.ndarray, s: RopeScaling, theta: float, dim: int) -> np.nda
 
 
 def _yarn(plain: np.ndarray, s: RopeScaling, theta: float, dim: int) -> np.ndarray:
-    """Interpolate slow dimensions, keep fast ones, ramp between.  Source: arXiv 2309.00071, section 3.2."""
+    """Interpolate slow dimensions, keep fast ones, ramp between.  Source: arXiv 2309.00071, section
+    3.2.
+    """
 
     def dimension(turns: float) -> float:
         return dim * math.log(s.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -85,9 +91,13 @@ _SCALED = {
 def rope_table(
     rope: RopeConfig, head_dim: int, positions: Int[Array, "*B"]
 ) -> tuple[Float[Array, "*B H2"], Float[Array, "*B H2"]]:
-    """Return cos and sin [..., dim / 2] of the angles at `positions`, float32, YaRN's factor applied."""
+    """Return cos and sin [..., dim / 2] of the angles at `positions`, float32, YaRN's factor
+    applied.
+    """
     inverse = jnp.asarray(inverse_frequencies(rope, head_dim), jnp.float32)
-    angles = positions.astype(jnp.float32)[..., None] * inverse.reshape((1,) * positions.ndim + (-1,))
+    angles = positions.astype(jnp.float32)[..., None] * inverse.reshape(
+        (1,) * positions.ndim + (-1,)
+    )
     factor = attention_factor(rope.scaling)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
@@ -95,7 +105,9 @@ def rope_table(
 def apply_rope(
     x: Float[Array, "*B N H"], cos: Float[Array, "*B H2"], sin: Float[Array, "*B H2"]
 ) -> Float[Array, "*B N H"]:
-    """Turn the first 2 * H2 dimensions of every head of `x`; the rest passes unchanged.  Float32 inside."""
+    """Turn the first 2 * H2 dimensions of every head of `x`; the rest passes unchanged.  Float32
+    inside.
+    """
     half = cos.shape[-1]
     x32 = x.astype(jnp.float32)
     a, b, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]

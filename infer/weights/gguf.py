@@ -179,7 +179,7 @@ class GGUFFile:
 
     def meta_strs(self, key: str, default: list[str] = _REQUIRED) -> list[str]:
         """Return an array of strings.  Otherwise as `meta_int`."""
-        is_list = lambda v: type(v) is list and all(type(s) is str for s in v)  # noqa: E731
+        is_list = lambda v: type(v) is list and all(type(s) is str for s in v)
         return self._meta(key, default, "an array of strings", is_list)
 
     def meta_ints(self, key: str, default: np.ndarray = _REQUIRED) -> np.ndarray:

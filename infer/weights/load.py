@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from infer.config import ModelConfig
 from infer.errors import CapacityError, WeightFormatError
@@ -23,26 +24,33 @@ Progress = Callable[[int, int], None]
 _DIVISORS = "rope_freqs.weight"
 # Types that are plain numbers: they become float arrays even where quantised matrices stay packed.
 _PLAIN = ("F32", "F16", "BF16")
-# Room beside the weights for a small cache and the temporaries of a step, as a share of the weights.
+# Room beside the weights for a small cache and the temporaries of a step, as a share of the
+# weights.
 _HEADROOM = 0.15
 
 
 def load_gguf(
-    path: str | Path, *, dtype: jnp.dtype = jnp.float32, packed: bool = False, progress: Progress | None = None
+    path: str | Path,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    packed: bool = False,
+    progress: Progress | None = None,
 ) -> Params:
     """Return the weights of a GGUF file.
 
     Args:
-      path: of the file.
-      dtype: of activations, norms and (unless packed) matrices.
-      packed: keep quantised matrices in the file's own blocks; they are decoded inside the program.
-      progress: called with (bytes done, bytes in all).
+        path: of the file.
+        dtype: of activations, norms and (unless packed) matrices.
+        packed: keep quantised matrices in the file's own blocks; they are decoded inside the
+            program.
+        progress: called with (bytes done, bytes in all).
 
     Raises:
-      WeightFormatError: the file is broken, or tensors are missing, stray or misshapen (all listed in one error).
-      ConfigError: the architecture, or something it asks for, is not supported.
-      CapacityError: the weights do not fit in memory; said before anything is loaded.
+        WeightFormatError: the file is broken, or tensors are missing, stray or misshapen (all
+        listed in one error). ConfigError: the architecture, or something it asks for, is not
+        supported. CapacityError: the weights do not fit in memory; said before anything is loaded.
     """
+    dtype = jnp.dtype(dtype)
     with GGUFFile.open(path) as file:
         family = family_of(file.meta_str("general.architecture"))
         divisors: tuple[float, ...] = ()
@@ -64,7 +72,10 @@ def tensor_names(family: Family, config: ModelConfig) -> Params:
     layers = tuple(
         LayerParams(
             **{f.name: None for f in dataclasses.fields(LayerParams)}
-            | {field: name.format(i=i) for field, name in present(shape, family.layer_names).items()}
+            | {
+                field: name.format(i=i)
+                for field, name in present(shape, family.layer_names).items()
+            }
         )
         for i, shape in enumerate(shapes.layers)
     )
@@ -98,10 +109,14 @@ def _check_tensors(file: GGUFFile, names: Params, config: ModelConfig) -> None:
         elif info.type_name not in FORMATS and info.type_name not in _PLAIN:
             problems.append(f"{name} is {info.type_name}, which this version does not read")
     problems += [
-        f"{name} has no place in a {config.family} model" for name in file.tensors if name not in wanted and name != _DIVISORS
+        f"{name} has no place in a {config.family} model"
+        for name in file.tensors
+        if name not in wanted and name != _DIVISORS
     ]
     if problems:
-        shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
+        shown = "; ".join(problems[:20]) + (
+            f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+        )
         raise WeightFormatError(f"{file.path}: {shown}")
 
 
@@ -118,9 +133,14 @@ def _check_memory(file: GGUFFile, names: Params, dtype: jnp.dtype, packed: bool)
     need, available = int(weights * (1 + _HEADROOM)), available_memory_bytes()
     if available is not None and need > available:
         gib = lambda n: f"{n / 2**30:.2f} GiB"
-        way_out = "free memory or take a smaller model" if packed else "packed=True keeps the file's own size"
+        way_out = (
+            "free memory or take a smaller model"
+            if packed
+            else "packed=True keeps the file's own size"
+        )
         raise CapacityError(
-            f"{file.path} needs about {gib(need)} as {'packed weights' if packed else jnp.dtype(dtype).name}, "
+            f"{file.path} needs about {gib(need)} as "
+            f"{'packed weights' if packed else jnp.dtype(dtype).name}, "
             f"{gib(available)} are available; {way_out}"
         )
 
@@ -155,11 +175,18 @@ def _read(
             progress(done, total)
         return leaf
 
-    heads_of = {"q": config.num_heads, "k": config.num_kv_heads, "q_bias": config.num_heads, "k_bias": config.num_kv_heads}
+    heads_of = {
+        "q": config.num_heads,
+        "k": config.num_kv_heads,
+        "q_bias": config.num_heads,
+        "k_bias": config.num_kv_heads,
+    }
     layers = tuple(
         LayerParams(
             **{
-                f.name: None if (name := getattr(layer, f.name)) is None else read(name, heads_of.get(f.name, 0))
+                f.name: None
+                if (name := getattr(layer, f.name)) is None
+                else read(name, heads_of.get(f.name, 0))
                 for f in dataclasses.fields(LayerParams)
             }
         )

@@ -2,8 +2,9 @@
 
 Run in the environment that scripts/peers.sh makes (torch on CPU and transformers):
 
-    python scripts/goldens/decoder.py tests/data                               # tiny random configurations
-    python scripts/goldens/decoder.py tests/data --real SMOLLM2.gguf GEMMA3.gguf   # and the two real files
+    python scripts/goldens/decoder.py tests/data                               # tiny random
+    configurations python scripts/goldens/decoder.py tests/data --real SMOLLM2.gguf GEMMA3.gguf   #
+    and the two real files
 """
 
 import argparse

@@ -1,5 +1,6 @@
-"""The page table and its allocator: literals, laws under random operations, and the sentinel (case X01)."""
-
+"""The page table and its allocator: literals, laws under random operations, and the sentinel (case
+X01).
+"""
 
 import chex
 import jax
@@ -14,7 +15,9 @@ from infer.errors import CapacityError
 from tests.models.tiny import llama_config
 
 
-def _cache(num_slots: int = 3, num_pages: int = 8, page_size: int = 16, pages_per_row: int = 4) -> paged.PagedCache:
+def _cache(
+    num_slots: int = 3, num_pages: int = 8, page_size: int = 16, pages_per_row: int = 4
+) -> paged.PagedCache:
     return paged.create(
         llama_config(),
         num_slots=num_slots,

@@ -13,7 +13,8 @@ import infer
 from infer.cache import paged
 from infer.compiling import compile_stats, num_traces
 from infer.errors import CapacityError, RequestError
-from infer.generation import facade
+from infer.generation import host, prepare
+from infer.generation.prepare import RunOptions
 from infer.models import decoder
 from infer.models.params import Params
 from infer.sampling import SamplingParams, SamplingState
@@ -30,7 +31,9 @@ def _prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def _uncached(params: Params, prompt: list[int], steps: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens and their log-probabilities by the plain forward over the whole sequence, again for each token."""
+    """Greedy tokens and their log-probabilities by the plain forward over the whole sequence, again
+    for each token.
+    """
     ids, logprobs = list(prompt), []
     for _ in range(steps):
         padded = np.zeros((1, 64), np.int32)
@@ -76,7 +79,8 @@ def test_many_prompts_through_few_slots_equal_solo_runs_and_the_pool_is_whole_ag
     lengths = [5, 37, 1, 16, 2, 30, 9, 17, 33, 12]
     prompts = _prompts(*lengths)
     each = [
-        SamplingParams(temperature=0.9 * (i % 2), top_k=30, top_p=0.9, seed=i, max_tokens=3 + 2 * i) for i in range(10)
+        SamplingParams(temperature=0.9 * (i % 2), top_k=30, top_p=0.9, seed=i, max_tokens=3 + 2 * i)
+        for i in range(10)
     ]
     run = functools.partial(infer.generate, params, num_slots=3, page_size=4, num_pages=40)
     together = run(prompts, sampling=each)
@@ -84,10 +88,18 @@ def test_many_prompts_through_few_slots_equal_solo_runs_and_the_pool_is_whole_ag
         solo = run([prompt], sampling=sampling)
         assert solo.token_ids(0) == together.token_ids(row), f"prompt {row}"
         np.testing.assert_allclose(
-            solo.logprobs[0, : solo.lengths[0]], together.logprobs[row, : solo.lengths[0]], atol=1e-5
+            solo.logprobs[0, : solo.lengths[0]],
+            together.logprobs[row, : solo.lengths[0]],
+            atol=1e-5,
         )
-    job = facade._Job.prepare(
-        params, prompts, None, None, each, None, num_slots=3, page_size=4, num_pages=40, prefill_chunk=256
+    job = host.Job.prepare(
+        params,
+        prompts,
+        None,
+        None,
+        each,
+        None,
+        RunOptions(num_slots=3, page_size=4, num_pages=40, prefill_chunk=256),
     )
     job.run_all()
     paged.check_invariants(job.state.cache)
@@ -102,8 +114,13 @@ def test_a_seeded_request_is_the_same_in_any_company() -> None:
     run = functools.partial(infer.generate, params, num_slots=4)
     alone = run([prompt], sampling=seeded).token_ids(0)
     assert run([other, prompt], sampling=[free, seeded]).token_ids(1) == alone
-    assert run([prompt, other, prompt], sampling=[seeded, free, seeded], prefill_chunk=4).token_ids(2) == alone
-    both = run([prompt, prompt], sampling=[seeded, SamplingParams(temperature=0.8, seed=43, max_tokens=8)])
+    assert (
+        run([prompt, other, prompt], sampling=[seeded, free, seeded], prefill_chunk=4).token_ids(2)
+        == alone
+    )
+    both = run(
+        [prompt, prompt], sampling=[seeded, SamplingParams(temperature=0.8, seed=43, max_tokens=8)]
+    )
     assert both.token_ids(0) == alone != both.token_ids(1)
 
 
@@ -111,7 +128,9 @@ def test_a_drawn_seed_is_reported_and_reproduces_the_call() -> None:
     params, prompts = tiny.llama(), _prompts(9, 21)
     sampling = SamplingParams(temperature=1.0, max_tokens=8)
     out = infer.generate(params, prompts, sampling=sampling)
-    again = infer.generate(params, prompts, sampling=sampling, key=jax.random.key(out.stats["seed"]))
+    again = infer.generate(
+        params, prompts, sampling=sampling, key=jax.random.key(out.stats["seed"])
+    )
     np.testing.assert_array_equal(out.tokens, again.tokens)
     assert "seed" not in again.stats
 
@@ -120,9 +139,15 @@ def test_a_second_call_in_the_same_buckets_compiles_nothing() -> None:
     params = tiny.llama()
     infer.generate(params, _prompts(20, 30, 25), sampling=GREEDY(max_tokens=10))
     before = num_traces("generate")
-    infer.generate(params, _prompts(17, 31, 18, 22, seed=1), sampling=SamplingParams(top_p=0.5, seed=1, max_tokens=16))
     infer.generate(
-        params, _prompts(19, 18, 20), sampling=SamplingParams(top_k=3, min_p=0.1, max_tokens=3, stop_token_ids=[7, 8])
+        params,
+        _prompts(17, 31, 18, 22, seed=1),
+        sampling=SamplingParams(top_p=0.5, seed=1, max_tokens=16),
+    )
+    infer.generate(
+        params,
+        _prompts(19, 18, 20),
+        sampling=SamplingParams(top_k=3, min_p=0.1, max_tokens=3, stop_token_ids=[7, 8]),
     )
     assert num_traces("generate") == before
     infer.generate(params, _prompts(40, 3, 3), sampling=GREEDY(max_tokens=3))
@@ -133,16 +158,26 @@ def test_a_second_call_in_the_same_buckets_compiles_nothing() -> None:
 
 def test_the_compiled_program_copies_no_page_pool_and_updates_it_in_place() -> None:
     params = tiny.gemma3()
-    job = facade._Job.prepare(
-        params, _prompts(9, 5), None, None, None, None, num_slots=2, page_size=4, num_pages=41, prefill_chunk=8
+    job = host.Job.prepare(
+        params,
+        _prompts(9, 5),
+        None,
+        None,
+        None,
+        None,
+        RunOptions(num_slots=2, page_size=4, num_pages=41, prefill_chunk=8),
     )
     # A fresh wrapper, so that this trace is this test's own.
-    program = jax.jit(facade._traced_run, static_argnames="caps", donate_argnames="state")
-    lowered = program.lower(params, job.requests, job.state, jnp.int32(1), jnp.zeros((), bool), caps=job.caps)
+    program = jax.jit(host.traced_run, static_argnames="caps", donate_argnames="state")
+    lowered = program.lower(
+        params, job.requests, job.state, jnp.int32(1), jnp.zeros((), bool), caps=job.caps
+    )
     compiled = lowered.compile()
     text = compiled.as_text()
     pool = re.escape("f32[41,2,4,8]")
-    assert re.search(pool, text), "the pool's shape must be in the program for this test to mean anything"
+    assert re.search(pool, text), (
+        "the pool's shape must be in the program for this test to mean anything"
+    )
     assert not re.findall(rf"= {pool}[^=\n]* copy(?:-start)?\(", text)
     pool_bytes = sum(x.nbytes for x in (*job.state.cache.k_pages, *job.state.cache.v_pages))
     assert compiled.memory_analysis().alias_size_in_bytes >= pool_bytes
@@ -154,7 +189,12 @@ def test_ids_past_the_tokenizer_are_never_drawn_and_carry_no_mass() -> None:
     embed = params.embed.at[tiny.NUM_TOKENS :].set(100 * params.embed[0])
     loud = Params(**(vars(params) | {"embed": embed}))
     out = infer.generate(
-        loud, _prompts(9, 9), sampling=[GREEDY(max_tokens=12, logprobs=20), SamplingParams(temperature=5.0, seed=1, max_tokens=12)]
+        loud,
+        _prompts(9, 9),
+        sampling=[
+            GREEDY(max_tokens=12, logprobs=20),
+            SamplingParams(temperature=5.0, seed=1, max_tokens=12),
+        ],
     )
     assert out.tokens.max() < tiny.NUM_TOKENS
     assert out.top_tokens.max() < tiny.NUM_TOKENS
@@ -171,8 +211,14 @@ def test_stop_ids_end_a_request_and_eos_is_data() -> None:
     at = plain.index(stop)
     before = num_traces("generate")
     out = infer.generate(params, prompts, sampling=GREEDY(max_tokens=12, stop_token_ids=[stop]))
-    assert (out.token_ids(0), out.finish_reason, out.stop_reason) == (plain[: at + 1], ["stop"], [stop])
-    later = infer.generate(params, prompts, sampling=GREEDY(max_tokens=12, stop_token_ids=[stop], min_tokens=at + 2))
+    assert (out.token_ids(0), out.finish_reason, out.stop_reason) == (
+        plain[: at + 1],
+        ["stop"],
+        [stop],
+    )
+    later = infer.generate(
+        params, prompts, sampling=GREEDY(max_tokens=12, stop_token_ids=[stop], min_tokens=at + 2)
+    )
     assert stop not in later.token_ids(0)[: at + 1]
     assert num_traces("generate") == before
 
@@ -189,8 +235,12 @@ def test_the_models_own_end_of_sequence_ids_count_unless_ignored() -> None:
 
 def test_top_logprobs_are_the_raw_models() -> None:
     params, prompts = tiny.llama(), _prompts(11)
-    out = infer.generate(params, prompts, sampling=SamplingParams(temperature=3.0, seed=1, max_tokens=2, logprobs=3))
-    row = np.asarray(jax.nn.log_softmax(decoder.forward(params, jnp.asarray(prompts, jnp.int32))[0, -1]))
+    out = infer.generate(
+        params, prompts, sampling=SamplingParams(temperature=3.0, seed=1, max_tokens=2, logprobs=3)
+    )
+    row = np.asarray(
+        jax.nn.log_softmax(decoder.forward(params, jnp.asarray(prompts, jnp.int32))[0, -1])
+    )
     order = np.argsort(-row, kind="stable")[:3]
     assert out.top_tokens[0, 0].tolist() == order.tolist()
     np.testing.assert_allclose(out.top_logprobs[0, 0], row[order], atol=1e-4)
@@ -204,7 +254,7 @@ def test_the_bare_call_is_greedy_with_128_tokens_within_the_context() -> None:
     assert out.token_ids(0)[:9] == _uncached(tiny.llama(), _prompts(9)[0], 9)[0]
 
 
-# ---- the pure form ---------------------------------------------------------------------------------------------------
+# ---- the pure form -------------------------------------------------------------------------------
 
 
 def test_inside_jit_and_scan_and_vmap_it_gives_the_same_tokens() -> None:
@@ -214,7 +264,11 @@ def test_inside_jit_and_scan_and_vmap_it_gives_the_same_tokens() -> None:
     sampling = [GREEDY(max_tokens=5), SamplingParams(temperature=0.7, seed=3, max_tokens=4)]
     host = infer.generate(params, prompts, prompt_lens=lens, sampling=sampling, num_slots=2)
 
-    pure = jax.jit(chex.assert_max_traces(lambda p, t, n: infer.generate(p, t, prompt_lens=n, sampling=sampling, num_slots=2), 1))
+    pure = jax.jit(
+        chex.assert_max_traces(
+            lambda p, t, n: infer.generate(p, t, prompt_lens=n, sampling=sampling, num_slots=2), 1
+        )
+    )
     out = pure(params, jnp.asarray(prompts), jnp.asarray(lens))
     np.testing.assert_array_equal(out.tokens, host.tokens)
     assert out.finish_reason.tolist() == [2, 2]
@@ -225,7 +279,9 @@ def test_inside_jit_and_scan_and_vmap_it_gives_the_same_tokens() -> None:
         return carry, infer.generate(params, batch, sampling=GREEDY(max_tokens=3)).tokens
 
     _, scanned = jax.lax.scan(step, 0, jnp.asarray(prompts)[:, None])
-    mapped = jax.vmap(lambda t: infer.generate(params, t[None], sampling=GREEDY(max_tokens=3)).tokens[0])(jnp.asarray(prompts))
+    mapped = jax.vmap(
+        lambda t: infer.generate(params, t[None], sampling=GREEDY(max_tokens=3)).tokens[0]
+    )(jnp.asarray(prompts))
     want = infer.generate(params, prompts, sampling=GREEDY(max_tokens=3)).tokens
     np.testing.assert_array_equal(scanned[:, 0], want)
     np.testing.assert_array_equal(mapped, want)
@@ -241,20 +297,33 @@ def test_a_traced_sampling_state_switches_features_without_a_new_trace() -> None
     def run(state: SamplingState):
         return infer.generate(params, prompts, sampling=state, max_tokens=6).tokens
 
-    for sampling in (GREEDY(max_tokens=6), SamplingParams(temperature=1.0, top_k=3, seed=1, max_tokens=6)):
+    for sampling in (
+        GREEDY(max_tokens=6),
+        SamplingParams(temperature=1.0, top_k=3, seed=1, max_tokens=6),
+    ):
         states.append(
-            facade.prepare.sampling_state(
-                [sampling] * 2, [6, 6], [[], []], jax.random.key(0), rows=2, num_stop_ids=1, vocab_size=96
+            prepare.sampling_state(
+                [sampling] * 2,
+                [6, 6],
+                [[], []],
+                jax.random.key(0),
+                rows=2,
+                num_stop_ids=1,
+                vocab_size=96,
             )
         )
     greedy, drawn = (np.asarray(run(s)) for s in states)
     assert (greedy != drawn).any()
-    np.testing.assert_array_equal(greedy, infer.generate(params, np.asarray(prompts), sampling=GREEDY(max_tokens=6)).tokens)
+    np.testing.assert_array_equal(
+        greedy, infer.generate(params, np.asarray(prompts), sampling=GREEDY(max_tokens=6)).tokens
+    )
 
 
 def test_inside_a_trace_a_pool_too_small_ends_with_capacity_not_with_a_hang() -> None:
     params, prompts = tiny.llama(), jnp.asarray(_prompts(20, 20), jnp.int32)
-    out = jax.jit(lambda t: infer.generate(params, t, sampling=GREEDY(max_tokens=8), page_size=4, num_pages=3))(prompts)
+    out = jax.jit(
+        lambda t: infer.generate(params, t, sampling=GREEDY(max_tokens=8), page_size=4, num_pages=3)
+    )(prompts)
     assert out.finish_reason.tolist() == [3, 3]
     assert bool(out.state.cache.overflow)
     assert out.lengths.tolist() == [0, 0]
@@ -268,7 +337,7 @@ def test_inside_a_trace_host_work_and_missing_keys_are_refused() -> None:
         jax.jit(lambda t: infer.generate(params, t, tokenizer=_Letters()))(prompts)
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -304,11 +373,15 @@ def test_bad_input_is_one_clear_line(prompts, options, message) -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_before_anything_runs() -> None:
-    with pytest.raises(CapacityError, match=r"prompt 1 .* needs 8 pages of 4 tokens, the pool has 6"):
-        infer.generate(tiny.llama(), _prompts(3, 20), sampling=GREEDY(max_tokens=12), page_size=4, num_pages=6)
+    with pytest.raises(
+        CapacityError, match=r"prompt 1 .* needs 8 pages of 4 tokens, the pool has 6"
+    ):
+        infer.generate(
+            tiny.llama(), _prompts(3, 20), sampling=GREEDY(max_tokens=12), page_size=4, num_pages=6
+        )
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
 class _Letters:
@@ -317,13 +390,13 @@ class _Letters:
     eos_ids = (3,)
     pad_id = 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         return [ord(c) - 32 for c in text]
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, *, continuation: bool = False) -> str:
         return "".join(chr(i + 32) for i in ids)
 
-    def stream(self):
+    def stream(self, *, continuation: bool = False):
         codec = self
 
         class Stream:
@@ -336,7 +409,9 @@ class _Letters:
         return Stream()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY(max_tokens=20), SamplingParams(seed=8, temperature=1.5, max_tokens=20)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY(max_tokens=20), SamplingParams(seed=8, temperature=1.5, max_tokens=20)]
+)
 def test_streamed_text_equals_the_text_of_one_call(sampling: SamplingParams) -> None:
     params, tokenizer = tiny.llama(), _Letters()
     whole = infer.generate(params, ["HELLO THERE"], tokenizer=tokenizer, sampling=sampling)

@@ -1,4 +1,6 @@
-"""Logits against transformers in float32; the golden files are made by scripts/goldens/decoder.py."""
+"""Logits against transformers in float32; the golden files are made by
+scripts/goldens/decoder.py.
+"""
 
 from pathlib import Path
 
@@ -7,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.config import Activation, LayerConfig, ModelConfig, RopeConfig, RopeScaling, RopeScalingKind
+from infer.config import (
+    Activation,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    RopeScaling,
+    RopeScalingKind,
+)
 from infer.models import decoder
 from infer.models.gemma3 import layer_pattern
 from infer.models.params import LayerParams, Params, validate
@@ -15,7 +24,9 @@ from infer.models.params import LayerParams, Params, validate
 DATA = Path(__file__).parent.parent / "data"
 
 
-def _params(golden: dict[str, np.ndarray], config: ModelConfig, names: dict[str, str], plus_one: bool) -> Params:
+def _params(
+    golden: dict[str, np.ndarray], config: ModelConfig, names: dict[str, str], plus_one: bool
+) -> Params:
     def weight(name: str) -> jax.Array:
         value = golden[name]
         # transformers stores Gemma's norms as w and uses 1 + w, added in float32.
@@ -51,7 +62,11 @@ COMMON = dict(
 
 def _llama(golden: dict[str, np.ndarray]) -> Params:
     scaling = RopeScaling(
-        kind=RopeScalingKind.LLAMA3, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=128
+        kind=RopeScalingKind.LLAMA3,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_context=128,
     )
     config = ModelConfig(
         family="llama",

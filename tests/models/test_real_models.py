@@ -1,4 +1,6 @@
-"""The two real files against float32 transformers; the golden files are made by scripts/goldens/decoder.py --real."""
+"""The two real files against float32 transformers; the golden files are made by
+scripts/goldens/decoder.py --real.
+"""
 
 import functools
 from pathlib import Path
@@ -37,13 +39,20 @@ def test_real_files_agree_with_transformers(name: str) -> None:
         logits = np.asarray(forward(params, jnp.asarray(padded))[0, : ids.size])
         shifted = logits[:-1].astype(np.float64)
         top = shifted.max(axis=1)
-        nll = np.log(np.exp(shifted - top[:, None]).sum(axis=1)) + top - shifted[np.arange(ids.size - 1), ids[1:]]
+        nll = (
+            np.log(np.exp(shifted - top[:, None]).sum(axis=1))
+            + top
+            - shifted[np.arange(ids.size - 1), ids[1:]]
+        )
         assert abs(nll.mean() / golden[f"{text}_nll"].mean() - 1) < 1e-3
         sure = golden[f"{text}_gap"] > 0.25
         assert (logits.argmax(axis=1) == golden[f"{text}_top1"])[sure].all()
         rows = [0, ids.size // 2, ids.size - 1]
         worst = np.abs(logits[rows, :2048] - golden[f"{text}_logits"]).max()
-        print(f"{name} {text}: mean NLL {nll.mean():.6f} against {golden[f'{text}_nll'].mean():.6f}, worst logit {worst:.2e}")
+        print(
+            f"{name} {text}: mean NLL {nll.mean():.6f} against "
+            f"{golden[f'{text}_nll'].mean():.6f}, worst logit {worst:.2e}"
+        )
         assert worst < 5e-3
 
 
@@ -57,11 +66,14 @@ def test_the_tokenizer_of_the_file_gives_the_ids_of_llama_cpp(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "start"), [("smollm2", " Paris."), ("gemma3", " the capital of the country of France.")]
+    ("name", "start"),
+    [("smollm2", " Paris."), ("gemma3", " the capital of the country of France.")],
 )
 def test_the_capital_of_france(name: str, start: str) -> None:
     model = _model(name)
-    out = model.generate(["The capital of France is"], infer.SamplingParams(temperature=0, max_tokens=16))
+    out = model.generate(
+        ["The capital of France is"], infer.SamplingParams(temperature=0, max_tokens=16)
+    )
     assert out.text[0].startswith(start)
     assert out.tokens.shape == (1, 16)
 
@@ -77,7 +89,9 @@ def test_packed_weights_give_the_logits_of_unpacked_ones() -> None:
 
 def test_chat_ends_with_the_models_end_of_turn() -> None:
     model = _model("smollm2")
-    messages = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
+    messages = [
+        {"role": "user", "content": "What is the capital of France? Answer in one short sentence."}
+    ]
     ids = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     out = model.generate([ids], infer.SamplingParams(temperature=0, max_tokens=48))
     assert "Paris" in out.text[0]

@@ -1,4 +1,6 @@
-"""Tiny random models: shapes small enough to compile in seconds, families real enough to exercise every branch."""
+"""Tiny random models: shapes small enough to compile in seconds, families real enough to exercise
+every branch.
+"""
 
 import functools
 import math

@@ -22,7 +22,9 @@ def _reference(q, k, v, scale, window, softcap):
         if softcap:
             s = softcap * np.tanh(s / softcap)
         w = np.exp(s - s.max())
-        out[i, head] = sum(wj * v[j, head * num_kv // n] for wj, j in zip(w / w.sum(), keys, strict=True))
+        out[i, head] = sum(
+            wj * v[j, head * num_kv // n] for wj, j in zip(w / w.sum(), keys, strict=True)
+        )
     return out
 
 
@@ -43,9 +45,14 @@ def test_a_window_counts_the_query_itself() -> None:
 def test_dense_attention_is_the_definition(heads, kv, window, softcap) -> None:
     q, k, v = _qkv(9, heads, kv, 8)
     y = dense_attention(
-        *(jnp.asarray(x[None], jnp.float32) for x in (q, k, v)), scale=0.3, window=window, softcap=softcap
+        *(jnp.asarray(x[None], jnp.float32) for x in (q, k, v)),
+        scale=0.3,
+        window=window,
+        softcap=softcap,
     )
-    np.testing.assert_allclose(y[0], _reference(q, k, v, 0.3, window, softcap), **tolerance("float32", 64))
+    np.testing.assert_allclose(
+        y[0], _reference(q, k, v, 0.3, window, softcap), **tolerance("float32", 64)
+    )
 
 
 def _paged(k: np.ndarray, v: np.ndarray, page_size: int, poison: float):
@@ -53,7 +60,9 @@ def _paged(k: np.ndarray, v: np.ndarray, page_size: int, poison: float):
     length, kv, width = k.shape
     used = -(-length // page_size)
     num_pages = used + 3
-    order = np.random.default_rng(1).permutation(num_pages - 1)[:used]  # the last page is never used
+    order = np.random.default_rng(1).permutation(num_pages - 1)[
+        :used
+    ]  # the last page is never used
     pools = np.full((2, num_pages, kv, page_size, width), poison, np.float32)
     for j in range(length):
         pools[:, order[j // page_size], :, j % page_size] = np.stack([k[j], v[j]])
@@ -65,7 +74,9 @@ def _paged(k: np.ndarray, v: np.ndarray, page_size: int, poison: float):
 @pytest.mark.parametrize("poison", [0.0, np.nan], ids=["clean", "nan"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 2.0)])
-def test_paged_attention_equals_dense_whatever_lies_in_unused_memory(page_size, window, softcap, poison) -> None:
+def test_paged_attention_equals_dense_whatever_lies_in_unused_memory(
+    page_size, window, softcap, poison
+) -> None:
     length = 150 if page_size == 16 else 23
     q, k, v = _qkv(length, 4, 2, 8)
     k_pages, v_pages, table = _paged(k, v, page_size, poison)
@@ -77,7 +88,14 @@ def test_paged_attention_equals_dense_whatever_lies_in_unused_memory(page_size, 
         tables = jnp.stack([table, jnp.full_like(table, k_pages.shape[0])])
         queries = np.stack([q[first:], q[first:]]).astype(np.float32)
         y = jax.jit(paged_attention, static_argnames=("scale", "window", "softcap"))(
-            jnp.asarray(queries), k_pages, v_pages, tables, jnp.asarray(padded), scale=0.3, window=window, softcap=softcap
+            jnp.asarray(queries),
+            k_pages,
+            v_pages,
+            tables,
+            jnp.asarray(padded),
+            scale=0.3,
+            window=window,
+            softcap=softcap,
         )
         chex.assert_tree_all_finite(y)
         np.testing.assert_allclose(y[0], want[first:], **tolerance("float32", 256))

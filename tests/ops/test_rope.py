@@ -4,17 +4,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer.config import RopeConfig, RopeScaling, RopeScalingKind
-from infer.ops.rope import apply_rope, attention_factor, inverse_frequencies, rope_table, yarn_mscale
+from infer.ops.rope import (
+    apply_rope,
+    attention_factor,
+    inverse_frequencies,
+    rope_table,
+    yarn_mscale,
+)
 
 LLAMA3 = RopeScaling(
-    kind=RopeScalingKind.LLAMA3, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192
+    kind=RopeScalingKind.LLAMA3,
+    factor=32.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_context=8192,
 )
 
 
 def test_llama3_scaling_leaves_fast_pairs_and_divides_slow_ones() -> None:
     plain = inverse_frequencies(RopeConfig(theta=5e5), 64)
     scaled = inverse_frequencies(RopeConfig(theta=5e5, scaling=LLAMA3), 64)
-    np.testing.assert_allclose(scaled[15:19], [1.2905479e-3, 4.295568e-4, 9.7082878e-5, 1.9461638e-5], rtol=1e-7)
+    np.testing.assert_allclose(
+        scaled[15:19], [1.2905479e-3, 4.295568e-4, 9.7082878e-5, 1.9461638e-5], rtol=1e-7
+    )
     np.testing.assert_array_equal(scaled[:15], plain[:15])
 
 
@@ -24,11 +36,15 @@ def test_the_divisor_tensor_of_a_gguf_file_gives_the_same_frequencies() -> None:
     divisors = plain / scaled
     np.testing.assert_allclose(divisors[14:19], [1, 1.6513292, 3.2922621, 9.666729, 32], rtol=1e-7)
     by_tensor = RopeScaling(kind=RopeScalingKind.DIVISORS, divisors=tuple(divisors.tolist()))
-    np.testing.assert_allclose(inverse_frequencies(RopeConfig(theta=5e5, scaling=by_tensor), 64), scaled, rtol=1e-15)
+    np.testing.assert_allclose(
+        inverse_frequencies(RopeConfig(theta=5e5, scaling=by_tensor), 64), scaled, rtol=1e-15
+    )
 
 
 def test_the_float32_angle_at_position_100000_is_off_by_less_than_a_hundredth() -> None:
-    cos, _ = rope_table(RopeConfig(theta=5e5, scaling=LLAMA3), 64, jnp.asarray([100_000], jnp.int32))
+    cos, _ = rope_table(
+        RopeConfig(theta=5e5, scaling=LLAMA3), 64, jnp.asarray([100_000], jnp.int32)
+    )
     assert abs(float(cos[0, 15]) - -0.96903748) < 1e-2
     unscaled, _ = rope_table(RopeConfig(theta=5e5), 64, jnp.asarray([100_000], jnp.int32))
     assert abs(float(unscaled[0, 15]) - 0.86962861) < 1e-2
@@ -45,14 +61,18 @@ def test_yarn_factor_on_cos_and_sin() -> None:
     assert attention_factor(ratio) == 1.0
     # The part that goes into the softmax scale instead: 192^-0.5 m^2 for DeepSeek-V2-Lite.
     np.testing.assert_allclose(192**-0.5 * yarn_mscale(40.0, 0.707) ** 2, 0.11472139, rtol=1e-7)
-    assert attention_factor(RopeScaling(kind=RopeScalingKind.YARN, factor=4.0)) == 0.1 * np.log(4.0) + 1
+    assert (
+        attention_factor(RopeScaling(kind=RopeScalingKind.YARN, factor=4.0))
+        == 0.1 * np.log(4.0) + 1
+    )
 
 
 def test_pairs_are_split_in_halves() -> None:
     q, k = np.array([1.0, 2, 3, 4], np.float32), np.array([4.0, 3, 2, 1], np.float32)
     turn = lambda x, position: np.asarray(
         apply_rope(
-            jnp.asarray(x)[None, None], *rope_table(RopeConfig(theta=1e4), 4, jnp.asarray([position], jnp.int32))
+            jnp.asarray(x)[None, None],
+            *rope_table(RopeConfig(theta=1e4), 4, jnp.asarray([position], jnp.int32)),
         )
     )[0, 0]
     np.testing.assert_allclose(turn(q, 5) @ turn(k, 2), -1.6155797, rtol=1e-5)
