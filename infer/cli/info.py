@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from infer import hardware
+from infer.errors import WeightFormatError
 from infer.plan import capacity, roofline
 from infer.plan.shape import kv_bytes_per_token
 from infer.weights import bundled
@@ -55,7 +56,10 @@ def summary_of(path: Path) -> Summary:
     from infer.weights.gguf import GGUFFile
 
     with GGUFFile.open(path) as file:
-        return summarise(file)
+        try:
+            return summarise(file)
+        except WeightFormatError as error:
+            raise WeightFormatError(f"{path}: {error}") from None
 
 
 def report_of(model: str, path: Path, found: Summary, context: int | None) -> dict[str, Any]:
