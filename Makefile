@@ -36,8 +36,10 @@ endef
 $(VENV)/.stamp-run: pyproject.toml constraints.txt scripts/make_venv.sh
 	$(call install,.)
 
+# The pinned pip: older ones download whole wheels to resolve an extra.
 $(VENV)/.stamp-test: pyproject.toml constraints.txt scripts/make_venv.sh
 	$(call install,.[test])
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
 	@touch $(VENV)/.stamp-run
 
 demo: $(VENV)/.stamp-run
