@@ -4,11 +4,12 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
 
+from infer.cli.interrupt import interruptible
 from infer.cli.loading import load_model, use_compilation_cache
 from infer.cli.request import Prompt, read_prompts, sampling_fields, sampling_params
 
@@ -81,11 +82,13 @@ def generate(
     sizes = {"num_slots": num_slots, "page_size": page_size, "prefill_chunk": prefill_chunk}
     options = {name: size for name, size in sizes.items() if size is not None}
     if len(todo) == 1 and not as_json and sys.stdout.isatty():
-        text, stats = write_stream(loaded.stream(todo[0].text, sampling=sampling[0], **options))
+        pieces = loaded.stream(todo[0].text, sampling=sampling[0], **options)
+        text, stats = write_stream(pieces, take=lambda: interruptible(lambda: next(pieces, None)))
         print()
         print(summary({**stats, "load_s": load_s}, text, loaded), file=sys.stderr)
         return
-    result = loaded.generate([prompt.text for prompt in todo], sampling=sampling, **options)
+    texts = [prompt.text for prompt in todo]
+    result = interruptible(lambda: loaded.generate(texts, sampling=sampling, **options))
     if as_json:
         print(json.dumps(as_object(model, todo, result, load_s, logprobs), allow_nan=False))
         return
@@ -93,11 +96,17 @@ def generate(
     print(summary({**result.stats, "load_s": load_s}), file=sys.stderr)
 
 
-def write_stream(pieces: Iterator[str]) -> tuple[str, dict[str, Any]]:
-    """Write text as it comes; return it with its figures, the stream's own if it has some."""
+def write_stream(
+    pieces: Iterator[str], take: Callable[[], str | None] | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Write text as it comes; return it with its figures, the stream's own if it has some.
+
+    Args:
+        take: gives the next piece, None at the end; by default straight from `pieces`.
+    """
     start = time.perf_counter()
     first, written = None, []
-    for piece in pieces:
+    for piece in pieces if take is None else iter(take, None):
         if first is None:
             first = time.perf_counter()
         written.append(piece)
@@ -105,7 +114,10 @@ def write_stream(pieces: Iterator[str]) -> tuple[str, dict[str, Any]]:
         sys.stdout.flush()
     stats = dict(getattr(pieces, "stats", None) or {})
     if not stats and first is not None:
+        import jax
+
         stats = {"ttft_s": first - start, "rest_s": time.perf_counter() - first}
+        stats["backend"] = jax.default_backend()
     return "".join(written), stats
 
 

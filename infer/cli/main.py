@@ -1,7 +1,7 @@
 """The command `infer`: its subcommands, and the one place that turns errors into exit codes.
 
-Exit codes: 0 done; 1 a failure of ours; 2 bad usage or bad input (one line on standard error);
-130 interrupted.  INFER_DEBUG=1 adds the traceback.
+Exit codes: 0 done; 1 a failure of ours, or the reader of a pipe went away; 2 bad usage or bad input
+(one line on standard error); 130 interrupted.  INFER_DEBUG=1 adds the traceback.
 """
 
 import contextlib
@@ -80,6 +80,11 @@ def run() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         code = _broken_pipe()
+    if code == INTERRUPTED:
+        if sys.stderr.isatty():
+            print(file=sys.stderr, flush=True)  # below the ^C
+        # A program may still be running: Python's orderly end would free memory under it.
+        os._exit(code)
     sys.exit(code)
 
 
@@ -91,7 +96,6 @@ def main(arguments: list[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else FAILED
     except (KeyboardInterrupt, typer.Abort):
-        print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         return _broken_pipe()

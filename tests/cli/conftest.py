@@ -108,8 +108,9 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> FakeModel:
         fake.loads.append((name, options))  # type: ignore[attr-defined]
         return fake
 
-    monkeypatch.setattr(infer, "load", load, raising=False)
-    monkeypatch.setattr(infer, "SamplingParams", FakeParams, raising=False)
+    # Not setattr: that would import the real ones first.
+    monkeypatch.setitem(vars(infer), "load", load)
+    monkeypatch.setitem(vars(infer), "SamplingParams", FakeParams)
     monkeypatch.setenv("INFER_NO_COMPILE_CACHE", "1")
     monkeypatch.setenv("INFER_CACHE", str(tmp_path / "cache"))
     return fake

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import types
@@ -114,23 +115,47 @@ def test_names_cannot_steer_the_terminal(gguf: Any, capsys: pytest.CaptureFixtur
     ],
 )
 def test_missing_files_end_quickly_without_jax(name: str, message: str, tmp_path: Path):
-    """In a process of its own: exit code 2, one line, no jax, no traceback."""
+    refused_quickly(name, message, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"GGML" + bytes(60), "starts with b'GGML'"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0) + bytes(60), "1152921504606846976 tensors"),
+        # One key of 2**62 bytes.
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62) + bytes(60), "4611686018427387904 bytes"),
+    ],
+    ids=["empty", "magic", "tensors", "string"],
+)
+def test_hostile_files_end_quickly_without_jax(content: bytes, message: str, tmp_path: Path):
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(content)
+    refused_quickly(str(path), message, tmp_path)
+
+
+def refused_quickly(name: str, message: str, cache: Path) -> None:
+    """In a process of its own: exit code 2, one line, no jax, under a second and 150 MB in all."""
     code = f"""
-import sys
+import resource, sys
 from infer.cli.main import main
 code = main(["info", {name!r}])
-print("jax" in sys.modules, "typer" in sys.modules)
+used = resource.getrusage(resource.RUSAGE_SELF)
+# Not ru_maxrss: it starts with the parent's.
+peak = next(int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line)
+print("jax" in sys.modules, used.ru_utime + used.ru_stime < 1, peak < 150_000)
 sys.exit(code)
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "INFER_CACHE": str(tmp_path)},
+        env={**os.environ, "INFER_CACHE": str(cache)},
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 2
-    assert done.stdout == "False True\n"
+    assert done.stdout == "False True True\n"
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
 

@@ -1,8 +1,10 @@
 """The command as a process: help, version, a reader that goes away, `python -m infer`."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,31 @@ def test_compilation_cache_is_set_up_unless_the_user_says_otherwise(
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/mine")
     loading.use_compilation_cache()
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "/mine"
+
+
+BUSY = """
+import dataclasses, sys, threading, types
+import infer
+from infer.cli.main import run
+def busy(*args, **kwargs):
+    print("busy", flush=True)
+    threading.Event().wait(60)
+infer.load = lambda *args, **kwargs: types.SimpleNamespace(generate=busy)
+infer.SamplingParams = dataclasses.make_dataclass("P", ["temperature", "max_tokens"])
+sys.argv = ["infer", "generate", "x", "--model", "m"]
+run()
+"""
+
+
+def test_ctrl_c_during_a_long_program():
+    command = [sys.executable, "-c", BUSY]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "busy\n"
+    start = time.perf_counter()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert time.perf_counter() - start < 10
+    assert (process.returncode, out, err) == (130, "", "")
