@@ -241,7 +241,7 @@ def _measure_f32_flops() -> float:
 
 
 def available_memory_bytes() -> int | None:
-    """Return the bytes that this process can still take, the container's limit counted; None where unknown."""
+    """Return the bytes that this process can still take; None where unknown."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -249,7 +249,10 @@ def available_memory_bytes() -> int | None:
     except (OSError, KeyError, ValueError):
         return None
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+        with (
+            open("/sys/fs/cgroup/memory.max") as limit,
+            open("/sys/fs/cgroup/memory.current") as used,
+        ):
             return min(free, int(limit.read()) - int(used.read()))
     except (OSError, ValueError):  # no such file, or "max"
         return free

@@ -129,7 +129,7 @@ def as_object(
     outputs = []
     for row, prompt in enumerate(todo):
         length = int(result.lengths[row])
-        output = {
+        output: dict[str, Any] = {
             "prompt": prompt.text,
             "text": result.text[row],
             "token_ids": [int(token) for token in result.tokens[row][:length]],

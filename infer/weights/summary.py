@@ -26,8 +26,10 @@ class _Tensor(Protocol):
 
 @runtime_checkable
 class _File(Protocol):
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, Any]
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
