@@ -112,12 +112,13 @@ def write_stream(
         written.append(piece)
         sys.stdout.write(piece)
         sys.stdout.flush()
-    stats = dict(getattr(pieces, "stats", None) or {})
+    stats: dict[str, Any] = dict(getattr(pieces, "stats", None) or {})
     if not stats and first is not None:
         import jax
 
-        stats = {"ttft_s": first - start, "rest_s": time.perf_counter() - first}
-        stats["backend"] = jax.default_backend()
+        rest_s = time.perf_counter() - first
+        backend = jax.default_backend()
+        stats = {"ttft_s": first - start, "rest_s": rest_s, "backend": backend}
     return "".join(written), stats
 
 
