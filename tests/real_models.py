@@ -1,21 +1,18 @@
-"""The bundled real models, for tests under the marker `real`: where they are, or why not."""
+"""Real models in tests: from the cache, fetched if INFER_TEST_PULL=1, else the test is skipped."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-FILES = {
-    "smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf",
-    "gemma3": "gemma-3-270m-q4_k_m.gguf",
-}
+from infer.weights import bundled
 
 
 def real_model_path(name: str) -> Path:
-    """The file of a model; the test is skipped where it is not there."""
-    cache = os.environ.get("INFER_CACHE")
-    folder = Path(cache) if cache else Path.home() / ".cache" / "infer" / "models"
-    path = folder / FILES[name]
-    if not path.exists():
-        pytest.skip(f"{path} is not there; `infer pull` fetches it")
-    return path
+    """Return the file of the known model `name`, or skip the calling test."""
+    found = bundled.cached(name)
+    if found is not None:
+        return found
+    if os.environ.get("INFER_TEST_PULL") == "1":
+        return bundled.pull(name)
+    pytest.skip(f"{name} is not in the cache; run `infer pull {name}` or set INFER_TEST_PULL=1")
