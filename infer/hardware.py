@@ -212,14 +212,14 @@ def _memory_bytes() -> int:
 
 
 def _measure_bandwidth(num_cores: int) -> float:
-    """Return the bytes/s that all cores together copy, reads and writes counted, best of five."""
+    """Return the bytes/s that all cores together copy, reads and writes counted, best of ten."""
     import numpy as np
 
     size = 32 << 20  # bytes a core: together past the last-level cache of most machines
     pairs = [(np.ones(size, np.uint8), np.zeros(size, np.uint8)) for _ in range(num_cores)]
     with ThreadPoolExecutor(num_cores) as pool:  # numpy copies without the interpreter's lock
         times = []
-        for _ in range(5):
+        for _ in range(10):
             start = time.perf_counter()
             list(pool.map(lambda pair: np.copyto(pair[1], pair[0]), pairs))
             times.append(time.perf_counter() - start)
@@ -227,13 +227,13 @@ def _measure_bandwidth(num_cores: int) -> float:
 
 
 def _measure_f32_flops() -> float:
-    """Return the FLOP/s of numpy's float32 matrix product, best of five."""
+    """Return the FLOP/s of numpy's float32 matrix product, best of ten."""
     import numpy as np
 
     n = 768
     a = np.ones((n, n), np.float32)
     times = []
-    for _ in range(5):
+    for _ in range(10):
         start = time.perf_counter()
         np.matmul(a, a)
         times.append(time.perf_counter() - start)
@@ -241,9 +241,7 @@ def _measure_f32_flops() -> float:
 
 
 def available_memory_bytes() -> int | None:
-    """Return the bytes that this process can still take, the container's limit counted; None where
-    unknown.
-    """
+    """Return the bytes that this process can still take; None where unknown."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)

@@ -1,1 +1,1 @@
-"""Room `cli`: see ARCHITECTURE.md."""
+"""The command line: arguments -> configuration -> one call of the Python API."""

@@ -16,6 +16,7 @@ from tests.real_models import real_model_path
 
 pytestmark = pytest.mark.real
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "tokenizers.json").read_text())
+MODELS = {"smollm2": "smollm2-135m", "gemma3": "gemma3-270m"}
 HASH_BYTES = 4
 PRE_EVERY = 8
 
@@ -25,7 +26,7 @@ def load_metadata(name: str) -> dict[str, Any]:
     """The metadata of a model's file, as the package's GGUF reader gives it."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(real_model_path(name))
+    reader = GGUFReader(real_model_path(MODELS[name]))
     metadata = {}
     for key, field in reader.fields.items():
         value = field.contents()

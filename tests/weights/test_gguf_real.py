@@ -43,7 +43,7 @@ def test_smollm2():
 
 
 def test_gemma3_opens_at_once():
-    path = real_model_path("gemma-3-270m")
+    path = real_model_path("gemma3-270m")
     GGUFFile.open(path).close()  # the file is in memory now
     started = time.perf_counter()
     with GGUFFile.open(path) as file:

@@ -1,0 +1,78 @@
+# Two commands on a fresh machine: `make demo` and `make test`.  PYTHON chooses the interpreter.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOG := $(VENV)/test.log
+# Of `make test`: more workers than cores only cost memory.
+WORKERS ?= 2
+MODEL ?= smollm2-135m
+PROMPT ?= The capital of France is
+
+.PHONY: demo test quick lint format resolve-cuda kernels clean help
+
+help:
+	@echo "make demo          install, fetch $(MODEL), generate text"
+	@echo "make test          install, lint, the whole suite, the kernels' tests on Python 3.12"
+	@echo "make quick         the suite without its slow proofs"
+	@echo "make lint          format check, ruff, pyright, layers (what the commit hooks run)"
+	@echo "make format        put files into the format that lint checks"
+	@echo "make kernels       only the kernels' tests on Python 3.12"
+	@echo "make resolve-cuda  check that the CUDA extras resolve, without downloading them"
+	@echo "make clean         remove environments and caches of this folder"
+
+# An environment is made anew when its interpreter is gone, and brought up to date when the
+# requirements change.
+define install
+	@bash scripts/make_venv.sh $(VENV) "$(PYTHON)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '$(1)'
+	@touch $@
+endef
+
+$(VENV)/.stamp-run: pyproject.toml constraints.txt scripts/make_venv.sh
+	$(call install,.)
+
+# The pinned pip: older ones download whole wheels to resolve an extra.
+$(VENV)/.stamp-test: pyproject.toml constraints.txt scripts/make_venv.sh
+	$(call install,.[test])
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
+	@touch $(VENV)/.stamp-run
+
+demo: $(VENV)/.stamp-run
+	$(BIN)/infer pull $(MODEL)
+	$(BIN)/infer generate "$(PROMPT)" --model $(MODEL) --max-tokens 32
+
+lint: $(VENV)/.stamp-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+format: $(VENV)/.stamp-test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+quick: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+kernels:
+	bash scripts/kernels_leg.sh
+
+resolve-cuda: $(VENV)/.stamp-test
+	bash scripts/resolve_cuda.sh $(BIN)/python
+
+# Lint first: it is quick.  The closing line of each test run stands at the end once more.
+test: lint resolve-cuda
+	INFER_TEST_PULL=1 $(BIN)/python -m pytest -n $(WORKERS) 2>&1 | tee $(LOG)
+	bash scripts/kernels_leg.sh
+	@echo
+	@$(BIN)/python -c 'import jax, platform; print("main suite, Python", platform.python_version(), "jax", jax.__version__)'
+	@tail -n 1 $(LOG)
+	@if [ -f .venv-kernels/test.log ]; then echo "kernels' tests, Python 3.12"; tail -n 1 .venv-kernels/test.log; fi
+
+clean:
+	rm -rf $(VENV) .venv-kernels build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,125 @@
+"""`infer chat`: a conversation at the terminal, or from a pipe."""
+
+import contextlib
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from infer.cli.generate import (
+    DtypeOption,
+    MinPOption,
+    ModelOption,
+    PackedOption,
+    SeedOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    write_stream,
+)
+from infer.cli.loading import load_model, use_compilation_cache
+from infer.cli.request import Prompt, sampling_fields, sampling_params
+from infer.errors import ConfigError
+
+_COMMANDS = "/reset forgets the conversation, /exit ends (so does Ctrl-D); Ctrl-C stops a reply"
+
+
+def chat(
+    model: ModelOption,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of a reply at most.")] = 512,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    min_p: MinPOption = None,
+    seed: SeedOption = None,
+    dtype: DtypeOption = None,
+    packed: PackedOption = False,
+) -> None:
+    """Talk with a model; from a pipe, every line is a message."""
+    use_compilation_cache()
+    base = sampling_fields(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+    )
+    sampling = sampling_params(base, Prompt(text="", where="options"))
+    loaded, _ = load_model(model, dtype, packed)
+    if not loaded.tokenizer.chat_template:
+        raise ConfigError(
+            f"{model} has no chat template (a base model?), so it cannot chat; "
+            f"continue a text with `infer generate --model {model}` or take an instruct model"
+        )
+    Conversation(loaded, sampling, system).run()
+
+
+class Conversation:
+    """The messages so far, and the loop that adds to them."""
+
+    def __init__(self, model: Any, sampling: Any, system: str | None) -> None:
+        self.model, self.sampling = model, sampling
+        self.opening = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self.opening)
+        self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def run(self) -> None:
+        """Answer line after line until the input ends or /exit."""
+        if self.interactive:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  (editing and history for input())
+            print(_COMMANDS, file=sys.stderr)
+        while (line := self._read()) is not None:
+            text = line.strip()
+            if text == "/exit":
+                return
+            if text == "/reset":
+                self.messages = list(self.opening)
+            elif text.startswith("/") and len(text.split()) == 1:
+                print(f"unknown command {text}: {_COMMANDS}", file=sys.stderr)
+            elif text:
+                self._answer(text)
+
+    def _read(self) -> str | None:
+        """Return the next line, None at the end; Ctrl-C at the prompt only clears the line."""
+        if not self.interactive:
+            line = sys.stdin.readline()
+            return line if line else None
+        while True:
+            try:
+                return input("> ")
+            except EOFError:
+                print()
+                return None
+            except KeyboardInterrupt:
+                print("\n(/exit or Ctrl-D ends)", file=sys.stderr)
+
+    def _answer(self, text: str) -> None:
+        """Stream one reply; what was said of an interrupted one stays in the conversation."""
+        self.messages.append({"role": "user", "content": text})
+        said: list[str] = []
+        try:
+            ids = self.model.tokenizer.apply_chat_template(
+                self.messages, add_generation_prompt=True
+            )
+            write_stream(_kept(self.model.stream(ids, sampling=self.sampling), said))
+        except KeyboardInterrupt:
+            if not self.interactive:
+                raise
+            print("\n(stopped)", file=sys.stderr)
+        except ValueError as error:  # too long for the context, refused by the template
+            if not self.interactive:
+                raise
+            self.messages.pop()
+            print(f"{error} (/reset starts anew)", file=sys.stderr)
+            return
+        print(flush=True)
+        self.messages.append({"role": "assistant", "content": "".join(said)})
+
+
+def _kept(pieces: Any, said: list[str]) -> Any:
+    for piece in pieces:
+        said.append(piece)
+        yield piece

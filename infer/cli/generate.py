@@ -1,0 +1,190 @@
+"""`infer generate`: text from prompts."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+
+from infer.cli.interrupt import interruptible
+from infer.cli.loading import load_model, use_compilation_cache
+from infer.cli.request import Prompt, read_prompts, sampling_fields, sampling_params
+
+# Of the result's figures, those that `--json` prints beside load_s; the last two only if present.
+_STATS = ("compile_s", "ttft_s", "decode_tokens_per_s", "prefill_tokens_per_s", "compiles")
+_OPTIONAL_STATS = ("acceptance_rate", "seed")
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="A known name or the path of a GGUF file.")
+]
+TemperatureOption = Annotated[
+    float | None, typer.Option(help="0 is greedy [default: 0; 1 with a sampling option].")
+]
+TopPOption = Annotated[float | None, typer.Option(help="Likeliest tokens of this mass.")]
+TopKOption = Annotated[int | None, typer.Option(help="Likeliest K tokens; 0 or -1: all.")]
+MinPOption = Annotated[float | None, typer.Option(help="Tokens this likely beside the top.")]
+SeedOption = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="float32, bfloat16, ... [default: the backend's best].")
+]
+PackedOption = Annotated[
+    bool, typer.Option("--packed", help="Keep quantised weights packed: least memory.")
+]
+
+
+def generate(
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="Without one, standard input is the prompt."),
+    ] = None,
+    *,
+    model: ModelOption,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    min_p: MinPOption = None,
+    seed: SeedOption = None,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="With --json: each token's log-probability.")
+    ] = False,
+    batch_file: Annotated[
+        str | None,
+        typer.Option(
+            help='One prompt a line: text, or {"prompt": ..., sampling fields}; - is stdin.'
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    num_slots: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens a cache page.")] = None,
+    prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens a prefill step.")] = None,
+    dtype: DtypeOption = None,
+    packed: PackedOption = False,
+) -> None:
+    """Generate text from prompts; the text goes to standard output, figures to standard error."""
+    if logprobs and not as_json:
+        raise ValueError("--logprobs needs --json")
+    todo = read_prompts(prompts or [], batch_file)
+    use_compilation_cache()
+    base = sampling_fields(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+    )
+    sampling = [sampling_params(base, prompt) for prompt in todo]
+    loaded, load_s = load_model(model, dtype, packed)
+    sizes = {"num_slots": num_slots, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    options = {name: size for name, size in sizes.items() if size is not None}
+    if len(todo) == 1 and not as_json and sys.stdout.isatty():
+        pieces = loaded.stream(todo[0].text, sampling=sampling[0], **options)
+        text, stats = write_stream(pieces, take=lambda: interruptible(lambda: next(pieces, None)))
+        print()
+        print(summary({**stats, "load_s": load_s}, text, loaded), file=sys.stderr)
+        return
+    texts = [prompt.text for prompt in todo]
+    result = interruptible(lambda: loaded.generate(texts, sampling=sampling, **options))
+    if as_json:
+        print(json.dumps(as_object(model, todo, result, load_s, logprobs), allow_nan=False))
+        return
+    print(as_text(todo, result.text))
+    print(summary({**result.stats, "load_s": load_s}), file=sys.stderr)
+
+
+def write_stream(
+    pieces: Iterator[str], take: Callable[[], str | None] | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Write text as it comes; return it with its figures, the stream's own if it has some.
+
+    Args:
+        take: gives the next piece, None at the end; by default straight from `pieces`.
+    """
+    start = time.perf_counter()
+    first, written = None, []
+    for piece in pieces if take is None else iter(take, None):
+        if first is None:
+            first = time.perf_counter()
+        written.append(piece)
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    stats: dict[str, Any] = dict(getattr(pieces, "stats", None) or {})
+    if not stats and first is not None:
+        import jax
+
+        rest_s = time.perf_counter() - first
+        backend = jax.default_backend()
+        stats = {"ttft_s": first - start, "rest_s": rest_s, "backend": backend}
+    return "".join(written), stats
+
+
+def as_object(
+    model: str, todo: list[Prompt], result: Any, load_s: float, logprobs: bool
+) -> dict[str, Any]:
+    """Return the object that `--json` prints."""
+    stats = result.stats
+    outputs = []
+    for row, prompt in enumerate(todo):
+        length = int(result.lengths[row])
+        output: dict[str, Any] = {
+            "prompt": prompt.text,
+            "text": result.text[row],
+            "token_ids": [int(token) for token in result.tokens[row][:length]],
+            "finish_reason": result.finish_reason[row],
+            "num_prompt_tokens": int(stats["num_prompt_tokens"][row]),
+            "num_output_tokens": length,
+        }
+        if logprobs:
+            output["logprobs"] = [_finite(x) for x in result.logprobs[row][:length]]
+        outputs.append(output)
+    figures = {"load_s": load_s} | {name: _finite(stats.get(name)) for name in _STATS}
+    figures |= {name: stats[name] for name in _OPTIONAL_STATS if name in stats}
+    return {
+        "model": model,
+        "backend": stats.get("backend"),
+        "implementation": stats.get("implementation"),
+        "outputs": outputs,
+        "stats": figures,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """Return a number that JSON can say, or None."""
+    if value is None or isinstance(value, int):
+        return value
+    return float(value) if math.isfinite(value) else None
+
+
+def as_text(todo: list[Prompt], texts: list[str]) -> str:
+    """Return the text of one prompt as it is; of several, each below its prompt's first words."""
+    if len(todo) == 1:
+        return texts[0]
+    blocks = []
+    for number, (prompt, text) in enumerate(zip(todo, texts, strict=True), start=1):
+        words = " ".join(prompt.text.split())
+        blocks.append(f"[{number}] {words[:60] + '...' if len(words) > 60 else words}\n{text}")
+    return "\n\n".join(blocks)
+
+
+def summary(stats: dict[str, Any], text: str = "", model: Any = None) -> str:
+    """Return the line of figures: tokens/s, time to first token, what was compiled, what ran."""
+    parts = []
+    if stats.get("num_output_tokens"):
+        parts.append(f"{sum(stats['num_output_tokens'])} tokens")
+    rate = stats.get("decode_tokens_per_s")
+    if rate is None and stats.get("rest_s") and model is not None:
+        rate = len(model.tokenizer.encode(text)) / stats["rest_s"]
+    if rate is not None:
+        parts.append(f"{rate:.1f} tokens/s")
+    if stats.get("ttft_s") is not None:
+        parts.append(f"first token after {stats['ttft_s']:.3f} s")
+    if stats.get("load_s") is not None:
+        parts.append(f"loaded in {stats['load_s']:.2f} s")
+    if stats.get("compiles"):
+        parts.append(f"compiled in {stats['compile_s']:.2f} s")
+    parts += [str(stats[name]) for name in ("backend", "implementation") if stats.get(name)]
+    return ", ".join(parts)

@@ -1,0 +1,225 @@
+"""`infer info`: what a model file holds, and what fits on a chip.  Reads the header; no JAX."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from infer import hardware
+from infer.errors import WeightFormatError
+from infer.plan import capacity, roofline
+from infer.plan.shape import kv_bytes_per_token
+from infer.weights import bundled
+from infer.weights.summary import Summary, summarise
+
+_KV_BYTES = {"bf16": 2, "f32": 4}
+
+
+def info(
+    model: Annotated[str, typer.Argument(help="A known name or the path of a GGUF file.")],
+    chip: Annotated[
+        str | None, typer.Option(help=f"Also what fits on: {', '.join(hardware.chip_names())}.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one sequence [default: the model's].")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a model's layers, types, bytes, cache per token, and what fits on a chip."""
+    path = model_file(model)
+    found = summary_of(path)
+    report = report_of(model, path, found, context)
+    if chip is not None:
+        report["chip"] = chip_report(found, hardware.get_chip(chip), report["context"])
+    print(json.dumps(report) if as_json else text_of(report))
+
+
+def model_file(model: str) -> Path:
+    """Return the file that `model` names: a known name that is cached, or a path."""
+    if model in bundled.known_models():
+        path = bundled.cached(model)
+        if path is None:
+            raise FileNotFoundError(f"{model} is not in the cache; run `infer pull {model}`")
+        return path
+    path = Path(model)
+    if path.is_dir():
+        raise IsADirectoryError(f"{model} is a folder; info reads GGUF files: name the file in it")
+    if not path.exists():
+        known = ", ".join(sorted(bundled.known_models()))
+        raise FileNotFoundError(f"{model} is no file and no known model; known: {known}")
+    return path
+
+
+def summary_of(path: Path) -> Summary:
+    """Return the summary of the GGUF file at `path`."""
+    from infer.weights.gguf import GGUFFile
+
+    with GGUFFile.open(path) as file:
+        try:
+            return summarise(file)
+        except WeightFormatError as error:
+            raise WeightFormatError(f"{path}: {error}") from None
+
+
+def report_of(model: str, path: Path, found: Summary, context: int | None) -> dict[str, Any]:
+    """Return what `--json` prints, but for the chip."""
+    tokens = context or found.context_length
+    per_token = {
+        name: kv_bytes_per_token(found.layers_with(size)) for name, size in _KV_BYTES.items()
+    }
+    layers = found.layers_with(_KV_BYTES["bf16"])
+    return {
+        "model": model,
+        "file": str(path),
+        "file_bytes": path.stat().st_size,
+        "name": found.name,
+        "architecture": found.architecture,
+        "num_layers": found.num_layers,
+        "hidden_size": found.hidden_size,
+        "intermediate_size": found.intermediate_size,
+        "num_heads": found.num_heads,
+        "num_kv_heads": found.num_kv_heads,
+        "head_dim": found.head_dim,
+        "sliding_window": found.window,
+        "num_sliding_layers": found.num_sliding_layers,
+        "num_experts": found.num_experts,
+        "num_experts_used": found.num_experts_used,
+        "vocab_size": found.vocab_size,
+        "context_length": found.context_length,
+        "tokenizer": found.tokenizer,
+        "pre_tokenizer": found.pre_tokenizer,
+        "chat_template": found.chat_template,
+        "num_params": found.num_params,
+        "num_active_params": found.active_params,
+        "weight_bytes": found.weight_bytes,
+        "tensor_types": {
+            name: {"tensors": total.tensors, "params": total.params, "bytes": total.num_bytes}
+            for name, total in found.types.items()
+        },
+        "kv_bytes_per_token": {name: round(size) for name, size in per_token.items()},
+        "context": tokens,
+        # Of one sequence of `context` tokens in bf16: every layer in full pages, and with sliding
+        # layers cut to their window.
+        "kv_bytes_context": round(capacity.kv_bytes(layers, tokens or 0)),
+        "kv_bytes_context_windowed": round(capacity.kv_bytes(layers, tokens or 0, ring=True)),
+    }
+
+
+def chip_report(found: Summary, chip: hardware.Chip, context: int | None) -> dict[str, Any]:
+    """Return what fits on `chip` beside the packed weights with a bf16 cache in full pages."""
+    if not found.layers or context is None:
+        raise ValueError(
+            f"a {found.architecture} file without layers, heads or context length cannot be "
+            "planned; leave --chip out or give --context"
+        )
+    shape = found.shape(_KV_BYTES["bf16"])
+    budget = capacity.kv_budget(chip.memory_bytes, found.weight_bytes)
+    longest = capacity.longest_context(shape.layers, budget)
+    empty = roofline.decode_step_on(shape, chip)
+    full = roofline.decode_step_on(shape, chip, context=context)
+    return {
+        "name": chip.name,
+        "memory_bytes": chip.memory_bytes,
+        "bandwidth_bytes_per_s": chip.bandwidth,
+        "kv_budget_bytes": round(budget),
+        "fits": budget >= 0,
+        "max_concurrency": capacity.max_concurrency(shape.layers, context, budget),
+        "longest_context": longest,
+        "decode_bound_tokens_per_s": 1 / empty.seconds,
+        "decode_bound_tokens_per_s_at_context": 1 / full.seconds,
+    }
+
+
+def text_of(report: dict[str, Any]) -> str:
+    """Return the report for people."""
+    lines = [
+        f"{printable(report['model'])}: {printable(report['name'] or 'no name')}",
+        f"  architecture   {printable(report['architecture'])}, {_layers_text(report)}",
+        f"  vocabulary     {_number(report['vocab_size'])} ids, {_tokenizer_text(report)}",
+        f"  context        {_number(report['context_length'])} tokens",
+        f"  parameters     {report['num_params']:,}{_experts_text(report)}",
+        f"  weights        {report['weight_bytes'] / 1e6:,.1f} MB as in the file",
+    ]
+    for name, total in report["tensor_types"].items():
+        lines.append(
+            f"    {name:<12} {total['tensors']:>5} tensors {total['params']:>15,} parameters "
+            f"{total['bytes'] / 1e6:>10,.1f} MB"
+        )
+    if report["num_layers"]:
+        lines += _cache_lines(report)
+    if "chip" in report:
+        lines += _chip_lines(report["chip"], report["context"])
+    return "\n".join(lines)
+
+
+def _layers_text(report: dict[str, Any]) -> str:
+    if not report["num_layers"]:
+        return "no decoder layers described"
+    heads = f"{_number(report['num_heads'])} query and {report['num_kv_heads']} key/value heads"
+    return (
+        f"{report['num_layers']} layers, width {_number(report['hidden_size'])}, "
+        f"feed-forward {_number(report['intermediate_size'])}, {heads} of "
+        f"{_number(report['head_dim'])}"
+    )
+
+
+def _tokenizer_text(report: dict[str, Any]) -> str:
+    if report["tokenizer"] is None:
+        return "no tokenizer"
+    kind = "/".join(printable(x) for x in (report["tokenizer"], report["pre_tokenizer"]) if x)
+    return f"tokenizer {kind}, chat template: {'yes' if report['chat_template'] else 'no'}"
+
+
+def _experts_text(report: dict[str, Any]) -> str:
+    if not report["num_experts"]:
+        return ""
+    return (
+        f", {report['num_active_params']:,} active "
+        f"({report['num_experts_used']} of {report['num_experts']} experts)"
+    )
+
+
+def _cache_lines(report: dict[str, Any]) -> list[str]:
+    per_token = report["kv_bytes_per_token"]
+    lines = [
+        f"  cache          {per_token['bf16']:,} bytes a token in bf16, {per_token['f32']:,} in f32"
+    ]
+    if report["context"]:
+        full, windowed = report["kv_bytes_context"], report["kv_bytes_context_windowed"]
+        text = f"                 {full / 1e6:,.1f} MB for {report['context']:,} tokens in bf16"
+        if windowed != full:
+            text += f"; {windowed / 1e6:,.1f} MB with sliding layers cut to their window"
+        lines.append(text)
+    if report["sliding_window"]:
+        lines.append(
+            f"                 {report['num_sliding_layers']} layers slide over "
+            f"{report['sliding_window']:,} tokens"
+        )
+    return lines
+
+
+def _chip_lines(chip: dict[str, Any], context: int) -> list[str]:
+    lines = [
+        f"on {chip['name']} ({chip['memory_bytes'] / 1e9:.1f} GB, "
+        f"{chip['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s), 10% kept free, bf16 cache:"
+    ]
+    if not chip["fits"]:
+        over = -chip["kv_budget_bytes"] / 1e9
+        return [*lines, f"  the weights do not fit: {over:.1f} GB too large"]
+    return [
+        *lines,
+        f"  at once        {chip['max_concurrency']:,} sequences of {context:,} tokens",
+        f"  longest        {chip['longest_context']:,} tokens of one sequence",
+        f"  decode bound   {chip['decode_bound_tokens_per_s']:,.0f} tokens/s at batch 1, "
+        f"{chip['decode_bound_tokens_per_s_at_context']:,.0f} with {context:,} tokens cached",
+    ]
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"
+
+
+def printable(text: str) -> str:
+    """Return `text` cut short and without characters that could steer a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:200])

@@ -1,0 +1,35 @@
+"""Loading for the commands that run a model: compilation cache, download, progress, time taken."""
+
+import os
+import time
+from typing import Any
+
+from infer.cli.progress import progress_bars
+from infer.weights import bundled
+
+
+def use_compilation_cache() -> None:
+    """Let compiled programs outlive the process; to be called before jax is imported.
+
+    The user's own JAX_COMPILATION_CACHE_DIR wins; INFER_NO_COMPILE_CACHE=1 turns this off.
+    """
+    if os.environ.get("INFER_NO_COMPILE_CACHE") == "1":
+        return
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(bundled.cache_dir() / "xla"))
+    # JAX's default of one second would leave most programs of a small model out.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+
+def load_model(model: str, dtype: str | None = None, packed: bool = False) -> tuple[Any, float]:
+    """Return the loaded model and the seconds it took, a download not counted."""
+    import infer
+
+    with progress_bars() as update:
+        if model in bundled.known_models():
+            bundled.pull(model, progress=update)
+        start = time.perf_counter()
+        options: dict[str, Any] = {"packed": True} if packed else {}
+        if update is not None:
+            options["progress"] = lambda done, total: update("load", done, total)
+        loaded = infer.load(model, dtype=dtype, **options)
+    return loaded, time.perf_counter() - start
