@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 
-from infer.errors import ConfigError
+from infer.errors import CapacityError, ConfigError
+from infer.hardware import available_memory_bytes
 
 _PLATFORMS = {"cpu": ("cpu",), "gpu": ("cuda", "rocm", "gpu")}
 
@@ -45,3 +46,27 @@ def _devices(name: str) -> list[Any]:
         except RuntimeError:
             continue
     return []
+
+
+def free_memory_bytes() -> int | None:
+    """Return the bytes that the default device can still hold; None where nobody can tell."""
+    if jax.default_backend() == "cpu":
+        return available_memory_bytes()
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def check_memory(what: str, need: int, way_out: str) -> None:
+    """Raise CapacityError, with the numbers, if `need` bytes do not fit on the default device."""
+    free = free_memory_bytes()
+    if free is not None and need > free:
+        raise CapacityError(
+            f"{what} needs {_gib(need)}, {_gib(free)} of {jax.default_backend()} memory are free; "
+            f"{way_out}"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

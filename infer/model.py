@@ -2,7 +2,7 @@
 file.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from infer.config import ModelConfig
 from infer.errors import ConfigError
-from infer.generation import GenerationResult, generate, stream
+from infer.generation import GenerationResult, TextStream, generate, stream
 from infer.models.params import Params
 from infer.sampling import SamplingParams
 from infer.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class Model:
 
     def stream(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, **options: Any
-    ) -> Iterator[str]:
+    ) -> TextStream:
         """Yield the text of one prompt's continuation as it grows."""
         return stream(self.params, prompt, tokenizer=self.tokenizer, sampling=sampling, **options)
 
@@ -61,7 +61,7 @@ class Model:
         messages: Sequence[dict[str, Any]],
         sampling: SamplingParams | None = None,
         **options: Any,
-    ) -> Iterator[str]:
+    ) -> TextStream:
         """Yield the assistant's reply to `messages` as it grows, by the model's own chat
         template.
         """
@@ -93,15 +93,20 @@ def load(
     path = resolve(name)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in _DTYPES:
-        raise ConfigError(
-            f"dtype is {dtype.name}; weights and activations can be {', '.join(_DTYPES)}"
-        )
-    params = load_gguf(path, dtype=dtype, packed=packed, progress=progress)
+    params = load_gguf(path, dtype=_checked_dtype(dtype), packed=packed, progress=progress)
     with GGUFFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file.metadata)
     return Model(params=params, tokenizer=tokenizer, name=str(name), path=path)
+
+
+def _checked_dtype(dtype: DTypeLike) -> Any:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype is {name}; weights and activations can be {', '.join(_DTYPES)}")
+    return jnp.dtype(name)
 
 
 def resolve(name: str | Path) -> Path:

@@ -24,6 +24,8 @@ from infer.sampling import (
     top_p_mask,
 )
 
+pytestmark = pytest.mark.kernels
+
 
 def _state(rows: int, vocab: int, **changes: object) -> SamplingState:
     fields = (

@@ -1,12 +1,28 @@
-"""Bytes of a cache, as it is really allocated: every layer, full pages."""
+"""Bytes of a cache as it is really allocated: every layer, full pages, a sliding window or not."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from infer.config import ModelConfig
+from infer.plan.capacity import kv_bytes
+from infer.plan.shape import AttentionShape
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
-    """Return the bytes of one page over all layers: keys and values of `page_size` tokens."""
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return per_token * page_size * jnp.dtype(dtype).itemsize
+def cached_layers(config: ModelConfig, dtype: DTypeLike) -> tuple[AttentionShape, ...]:
+    """Return what each layer caches for a token, as the formulas of `infer.plan` take it."""
+    return tuple(
+        AttentionShape(
+            num_kv_heads=config.num_kv_heads,
+            k_head_dim=config.head_dim,
+            v_head_dim=config.head_dim,
+            window=layer.window,
+            kv_bytes=jnp.dtype(dtype).itemsize,
+        )
+        for layer in config.layers
+    )
+
+
+def pool_bytes(config: ModelConfig, num_pages: int, page_size: int, dtype: DTypeLike) -> int:
+    """Return the bytes of a pool of `num_pages` pages, keys and values of all layers."""
+    layers = cached_layers(config, dtype)
+    return int(kv_bytes(layers, num_pages * page_size, page_size=page_size))

@@ -21,6 +21,29 @@ from infer.models.params import Params
 from infer.sampling import SamplingParams, SamplingState
 
 
+class TextStream(Iterator[str]):
+    """The pieces of one continuation as they grow; `stats` is filled when the last one is taken."""
+
+    def __init__(self, job: Job, tokenizer: TextCodec) -> None:
+        self.stats: dict[str, Any] = {}
+        self._pieces = self._decoded(job, tokenizer)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def _decoded(self, job: Job, tokenizer: TextCodec) -> Iterator[str]:
+        decoder = tokenizer.stream(continuation=True)
+        seen = 0
+        for ids in job.bursts():
+            piece = "".join(decoder.put(token) for token in ids[seen:])
+            seen = len(ids)
+            if piece:
+                yield piece
+        self.stats = job.stats()
+        if tail := decoder.flush():
+            yield tail
+
+
 def generate(
     params: Params,
     prompts: Any,
@@ -95,7 +118,7 @@ def stream(
     sampling: SamplingParams | None = None,
     key: Array | None = None,
     **options: Any,
-) -> Iterator[str]:
+) -> TextStream:
     """Yield the text of one prompt's continuation as it grows; joined, it is `generate`'s text.
 
     The same compiled program runs a few turns at a time.
@@ -110,19 +133,7 @@ def stream(
     """
     run_options = RunOptions(**options)
     job = Job.prepare(params, [prompt], None, tokenizer, sampling, key, run_options)
-    return _pieces(job, tokenizer)
-
-
-def _pieces(job: Job, tokenizer: TextCodec) -> Iterator[str]:
-    decoder = tokenizer.stream(continuation=True)
-    seen = 0
-    for ids in job.bursts():
-        piece = "".join(decoder.put(token) for token in ids[seen:])
-        seen = len(ids)
-        if piece:
-            yield piece
-    if tail := decoder.flush():
-        yield tail
+    return TextStream(job, tokenizer)
 
 
 def _is_traced(*values: Any) -> bool:

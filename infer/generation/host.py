@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from infer.backend import check_memory
 from infer.cache import paged
+from infer.cache.layout import pool_bytes
 from infer.compiling import num_traces, record_trace
 from infer.errors import RequestError
 from infer.generation import prepare
@@ -106,6 +108,11 @@ class Job:
         slots = options.slots(requests_cap)
         pages_per_row = int(paged.pages_for(prompt_cap + new_cap, options.page_size))
         pages = options.num_pages or slots * pages_per_row
+        check_memory(
+            f"a page pool of {pages} pages of {options.page_size} tokens",
+            pool_bytes(config, pages, options.page_size, params.dtype),
+            "lower num_slots, num_pages or max_tokens",
+        )
         prepare.check_pool(rows, max_tokens, options.page_size, pages)
         asked = max((s.logprobs or 0) for s in each)
         caps = Caps(
@@ -206,11 +213,13 @@ class Job:
             stop_reason=[int(i) if i < vocab else None for i in out.stop_reason[:count]],
             prompt_tokens=self.rows,
             text=text,
-            stats=self._stats(out),
+            stats=self.stats(),
         )
 
-    def _stats(self, out: Any) -> dict[str, Any]:
-        generated = int(np.sum(out.lengths))
+    def stats(self) -> dict[str, Any]:
+        """Return the figures of the run so far: seconds, tokens, rates, what ran."""
+        lengths = np.asarray(self.state.output.lengths)[: len(self.rows)]
+        generated = int(np.sum(lengths))
         # Prompts of the first wave only: later ones are prefilled among the decode passes.
         first_wave = sum(map(len, self.rows[: self.caps.slots]))
         stats = {
@@ -222,7 +231,7 @@ class Job:
             "decode_tokens_per_s": _rate(generated - self.first_tokens, self.decode_s),
             "compiles": self.compiles,
             "num_prompt_tokens": [len(r) for r in self.rows],
-            "num_output_tokens": out.lengths[: len(self.rows)].tolist(),
+            "num_output_tokens": lengths.tolist(),
             "prefill_passes": int(self.state.prefill_passes),
             "decode_passes": int(self.state.decode_passes),
         }

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from infer.backend import check_memory
 from infer.config import ModelConfig
-from infer.errors import CapacityError, WeightFormatError
-from infer.hardware import available_memory_bytes
+from infer.errors import WeightFormatError
 from infer.models.family import Family
 from infer.models.params import LayerParams, Params, expected_shapes
 from infer.models.registry import family_of
@@ -130,19 +130,11 @@ def _check_memory(file: GGUFFile, names: Params, dtype: jnp.dtype, packed: bool)
         info = file.tensors[name]
         keep = _stays_packed(info.type_name, packed)
         weights += info.nbytes if keep else int(np.prod(shape)) * jnp.dtype(dtype).itemsize
-    need, available = int(weights * (1 + _HEADROOM)), available_memory_bytes()
-    if available is not None and need > available:
-        gib = lambda n: f"{n / 2**30:.2f} GiB"
-        way_out = (
-            "free memory or take a smaller model"
-            if packed
-            else "packed=True keeps the file's own size"
-        )
-        raise CapacityError(
-            f"{file.path} needs about {gib(need)} as "
-            f"{'packed weights' if packed else jnp.dtype(dtype).name}, "
-            f"{gib(available)} are available; {way_out}"
-        )
+    way_out = (
+        "free memory or take a smaller model" if packed else "packed=True keeps the file's own size"
+    )
+    form = "packed weights" if packed else jnp.dtype(dtype).name
+    check_memory(f"{file.path} as {form}", int(weights * (1 + _HEADROOM)), way_out)
 
 
 def _read(

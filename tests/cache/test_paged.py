@@ -14,6 +14,8 @@ from infer.cache import paged
 from infer.errors import CapacityError
 from tests.models.tiny import llama_config
 
+pytestmark = pytest.mark.kernels
+
 
 def _cache(
     num_slots: int = 3, num_pages: int = 8, page_size: int = 16, pages_per_row: int = 4

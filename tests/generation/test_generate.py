@@ -415,7 +415,9 @@ class _Letters:
 def test_streamed_text_equals_the_text_of_one_call(sampling: SamplingParams) -> None:
     params, tokenizer = tiny.llama(), _Letters()
     whole = infer.generate(params, ["HELLO THERE"], tokenizer=tokenizer, sampling=sampling)
-    pieces = list(infer.stream(params, "HELLO THERE", tokenizer=tokenizer, sampling=sampling))
+    growing = infer.stream(params, "HELLO THERE", tokenizer=tokenizer, sampling=sampling)
+    pieces = list(growing)
+    assert growing.stats["num_output_tokens"] == whole.stats["num_output_tokens"]
     assert "".join(pieces) == whole.text[0]
     assert len(pieces) > 1
     ids = whole.token_ids(0)

@@ -11,6 +11,8 @@ import pytest
 from infer.ops.attention import dense_attention, paged_attention, visible
 from tests.tolerances import tolerance
 
+pytestmark = pytest.mark.kernels
+
 
 def _reference(q, k, v, scale, window, softcap):
     """Attention of one sequence in float64, from the definition."""

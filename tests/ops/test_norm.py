@@ -2,8 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from infer.ops.norm import rms_norm
+
+pytestmark = pytest.mark.kernels
 
 
 def test_a_unit_gain_divides_by_the_root_mean_square() -> None:

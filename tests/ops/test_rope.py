@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from infer.config import RopeConfig, RopeScaling, RopeScalingKind
 from infer.ops.rope import (
@@ -11,6 +12,8 @@ from infer.ops.rope import (
     rope_table,
     yarn_mscale,
 )
+
+pytestmark = pytest.mark.kernels
 
 LLAMA3 = RopeScaling(
     kind=RopeScalingKind.LLAMA3,
