@@ -307,27 +307,30 @@ def _through_layers(
     flat = positions.reshape(-1)
     pages = paged.page_of(cache.page_table, slots, flat, cache.num_pages, cache.page_size)
 
-    def attend(index: int, layer: LayerConfig, q: Array, k: Array, v: Array, pools):
-        k_pages, v_pages = pools
+    def attend(layer: LayerConfig, q: Array, k: Array, v: Array, pools: tuple[Array, Array]):
         # Written first, read after: reading the old pool once the new one exists would copy it.
-        k_new = paged.write_tokens(k_pages[index], k, pages, flat)
-        v_new = paged.write_tokens(v_pages[index], v, pages, flat)
+        k_pages = paged.write_tokens(pools[0], k, pages, flat)
+        v_pages = paged.write_tokens(pools[1], v, pages, flat)
         o = paged_attention(
             q.reshape(*positions.shape, *q.shape[1:]),
-            k_new,
-            v_new,
+            k_pages,
+            v_pages,
             page_table,
             positions,
             scale=config.softmax_scale,
             window=layer.window,
             softcap=config.attn_softcap,
         )
-        replaced = lambda pool, new: (*pool[:index], new, *pool[index + 1 :])
-        return o.reshape(q.shape), (replaced(k_pages, k_new), replaced(v_pages, v_new))
+        return o.reshape(q.shape), (k_pages, v_pages)
 
-    x, (k_pages, v_pages) = decoder.hidden_states(
-        params, tokens, jnp.maximum(flat, 0), attend, (cache.k_pages, cache.v_pages)
+    x, pools = decoder.hidden_states(
+        params,
+        tokens,
+        jnp.maximum(flat, 0),
+        attend,
+        tuple(zip(cache.k_pages, cache.v_pages, strict=True)),
     )
+    k_pages, v_pages = zip(*pools, strict=True)
     return x, dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)
 
 

@@ -5,7 +5,8 @@ serves a dense forward, a prefill chunk against pages, and a decode step: they d
 `attend` they pass.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -22,9 +23,9 @@ from infer.ops.rope import apply_rope, rope_table
 
 KV = TypeVar("KV")
 
-# (layer index, its configuration, q [T, N, H], k [T, K, H], v [T, K, H], state) -> (output [T, N,
-# H], new state)
-Attend = Callable[[int, LayerConfig, Array, Array, Array, KV], tuple[Array, KV]]
+# (configuration of the layer, q [T, N, H], k [T, K, H], v [T, K, H], the layer's cache)
+# -> (output [T, N, H], the layer's new cache)
+Attend = Callable[[LayerConfig, Array, Array, Array, KV], tuple[Array, KV]]
 
 _ACTIVATIONS = {
     Activation.SILU: jax.nn.silu,
@@ -38,17 +39,16 @@ def hidden_states(
     tokens: Int[Array, " T"],
     positions: Int[Array, " T"],
     attend: Attend[KV],
-    state: KV,
-) -> tuple[Float[Array, "T D"], KV]:
-    """Run all layers; return the residual stream before the final norm, and the state that `attend`
-    threads.
+    caches: Sequence[KV],
+) -> tuple[Float[Array, "T D"], tuple[KV, ...]]:
+    """Run all layers; return the residual stream before the final norm, and the layers' new caches.
 
     Args:
         params: weights.
         tokens: ids in [0, V).
         positions: of each token in its own sequence.
         attend: stores keys and values and attends; see `Attend`.
-        state: whatever `attend` threads (page pools; nothing for a dense forward).
+        caches: what `attend` reads and writes, one entry a layer (None for a dense forward).
     """
     config = params.config
     with jax.named_scope("embed"):
@@ -56,29 +56,38 @@ def hidden_states(
         if config.embedding_scale is not None:
             # The factor takes the activations' dtype first: in bfloat16 Gemma's sqrt(3072) is 55.5.
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
-    tables = {
-        rope: rope_table(rope, config.head_dim, positions)
-        for rope in {layer.rope for layer in config.layers}
-    }
-    for index, (layer, weights) in enumerate(zip(config.layers, params.layers, strict=True)):
-        with jax.named_scope(f"layer_{index}"):
-            cos, sin = tables[layer.rope]
-            a, state = _attention(config, index, layer, weights, x, cos, sin, attend, state)
-            x = x + a
-            x = x + _mlp(config, weights, x)
-    return x, state
+    # In order of first use, not a set: the program's text must not depend on the process's hashes,
+    # or the compilation cache on disk misses.
+    ropes = dict.fromkeys(layer.rope for layer in config.layers)
+    tables = {rope: rope_table(rope, config.head_dim, positions) for rope in ropes}
+
+    # A jit inside the trace: layers of one kind are traced once and called, instead of traced
+    # anew for each; XLA inlines the calls.
+    @functools.partial(jax.jit, static_argnums=0)
+    def run_layer(
+        layer: LayerConfig, weights: LayerParams, x: Array, cos: Array, sin: Array, cache: KV
+    ) -> tuple[Array, KV]:
+        a, cache = _attention(config, layer, weights, x, cos, sin, attend, cache)
+        x = x + a
+        return x + _mlp(config, weights, x), cache
+
+    new = []
+    for layer, weights, cache in zip(config.layers, params.layers, caches, strict=True):
+        x, cache = run_layer(layer, weights, x, *tables[layer.rope], cache)
+        new.append(cache)
+    return x, tuple(new)
 
 
+@jax.named_scope("attention")
 def _attention(
     config: ModelConfig,
-    index: int,
     layer: LayerConfig,
     w: LayerParams,
     x: Array,
     cos: Array,
     sin: Array,
     attend: Attend[KV],
-    state: KV,
+    cache: KV,
 ) -> tuple[Array, KV]:
     h = rms_norm(x, w.attn_norm, config.norm_eps)
     heads = lambda y: y.reshape(y.shape[0], -1, config.head_dim)
@@ -89,13 +98,14 @@ def _attention(
         q = rms_norm(q, w.q_norm, config.norm_eps)
         k = rms_norm(k, w.k_norm, config.norm_eps)
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-    o, state = attend(index, layer, q, k, v, state)
+    o, cache = attend(layer, q, k, v, cache)
     y = linear(o.reshape(o.shape[0], -1), w.o)
     if config.post_norms:
         y = rms_norm(y, w.post_attn_norm, config.norm_eps)
-    return y, state
+    return y, cache
 
 
+@jax.named_scope("mlp")
 def _mlp(config: ModelConfig, w: LayerParams, x: Array) -> Array:
     h = rms_norm(x, w.mlp_norm, config.norm_eps)
     gate = _ACTIVATIONS[config.activation](linear(h, w.gate))
@@ -126,9 +136,7 @@ def forward(params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
     batch, length = tokens.shape
     config = params.config
 
-    def attend(
-        index: int, layer: LayerConfig, q: Array, k: Array, v: Array, state: None
-    ) -> tuple[Array, None]:
+    def attend(layer: LayerConfig, q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
         split = lambda y: y.reshape(batch, length, *y.shape[1:])
         o = dense_attention(
             split(q),
@@ -138,10 +146,10 @@ def forward(params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
             window=layer.window,
             softcap=config.attn_softcap,
         )
-        return o.reshape(q.shape), state
+        return o.reshape(q.shape), cache
 
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
-    x, _ = hidden_states(params, tokens.reshape(-1), positions, attend, None)
+    x, _ = hidden_states(params, tokens.reshape(-1), positions, attend, (None,) * config.num_layers)
     return logits(params, x).reshape(batch, length, -1)
 
 

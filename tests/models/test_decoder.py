@@ -35,8 +35,8 @@ def test_the_embedding_factor_takes_the_dtype_of_the_activations(hidden, factor)
     ones = jnp.ones((4, hidden), jnp.bfloat16)
     params = Params(embed=ones, layers=(), final_norm=ones[0], config=config)
     tokens = jnp.asarray([1], jnp.int32)
-    attend = lambda *args: (args[2], args[5])
-    x, _ = decoder.hidden_states(params, tokens, tokens, attend, None)
+    attend = lambda layer, q, k, v, cache: (q, cache)
+    x, _ = decoder.hidden_states(params, tokens, tokens, attend, ())
     assert x.dtype == jnp.bfloat16
     np.testing.assert_array_equal(x.astype(jnp.float32), factor)
 
