@@ -17,6 +17,34 @@ class Activation(enum.Enum):
     GELU = "gelu"
 
 
+class Norm(enum.Enum):
+    """How activations are normalised: by their root mean square, or by mean and variance."""
+
+    RMS = "rms"
+    LAYER = "layer"
+
+
+class QkNorm(enum.Enum):
+    """What the norms on queries and keys, before rotation, span: nothing, each head, all heads."""
+
+    NONE = "none"
+    HEAD = "head"
+    FULL = "full"
+
+
+class Residual(enum.Enum):
+    """How attention and feed-forward join the residual stream x.
+
+    SEQUENTIAL: y = x + attention(norm(x)), then y + mlp(norm'(y)).
+    PARALLEL: x + attention(norm(x)) + mlp(norm'(x)).
+    PARALLEL_ONE_NORM: the same with norm' = norm.
+    """
+
+    SEQUENTIAL = "sequential"
+    PARALLEL = "parallel"
+    PARALLEL_ONE_NORM = "parallel_one_norm"
+
+
 class RopeScalingKind(enum.Enum):
     """How rotary frequencies are stretched beyond the length a model was trained for."""
 
@@ -24,6 +52,8 @@ class RopeScalingKind(enum.Enum):
     LLAMA3 = "llama3"
     YARN = "yarn"
     DIVISORS = "divisors"
+    DYNAMIC = "dynamic"
+    LONGROPE = "longrope"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +62,8 @@ class RopeScaling:
 
     `divisors` (one per frequency, GGUF's `rope_freqs.weight`) divide the plain frequencies.
     `attention_factor` None means the YaRN default, 0.1 ln(factor) + 1, or the ratio that `mscale`
-    and `mscale_all_dim` give.
+    and `mscale_all_dim` give; for LongRoPE sqrt(1 + ln(factor) / ln(original_context)).
+    DYNAMIC and LONGROPE depend on the length of the whole sequence, see `by_length`.
     """
 
     kind: RopeScalingKind
@@ -47,6 +78,13 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     divisors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()  # LongRoPE: divisors up to original_context, and beyond
+    long_factors: tuple[float, ...] = ()
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the planned length of the sequence (its span)."""
+        return self.kind in (RopeScalingKind.DYNAMIC, RopeScalingKind.LONGROPE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +97,25 @@ class RopeConfig:
     scaling: RopeScaling | None = None
     dim: int | None = None  # None: the whole head
 
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the planned length of the sequence."""
+        return self.scaling is not None and self.scaling.by_length
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """Attention of one layer: `window` None sees every earlier key, W sees the last W keys, itself
-    included.
+    included; `rope` None turns nothing (NoPE).
     """
 
-    rope: RopeConfig = field(default_factory=RopeConfig)
+    rope: RopeConfig | None = field(default_factory=RopeConfig)
     window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder-only transformer.
+    """A dense decoder-only transformer: its sizes, and which mechanisms it has.
 
     `vocab_size` is the width of embedding and logits; `num_tokens` the number of ids that the
     tokenizer knows. Logits of ids in [num_tokens, vocab_size) are padding and are masked out
@@ -89,15 +132,24 @@ class ModelConfig:
     head_dim: int
     layers: tuple[LayerConfig, ...]
     max_context: int
+    norm: Norm = Norm.RMS
     norm_eps: float = 1e-5
+    norm_bias: bool = False
+    pre_norms: bool = True  # norms before attention and before the feed-forward
+    post_norms: bool = False  # norms after each of them, before the residual
+    residual: Residual = Residual.SEQUENTIAL
     activation: Activation = Activation.SILU
+    gated_mlp: bool = True  # down(act(gate x) * up x), or down(act(up x))
+    mlp_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+    sinks: bool = False  # one logit a head that joins the softmax's denominator only
+    learned_positions: bool = False  # a vector for each position, added to the embeddings
     embedding_scale: float | None = None  # Gemma multiplies embeddings by sqrt(D)
     query_scale: float | None = None  # None: head_dim ** -0.5
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    post_norms: bool = (
-        False  # norms after attention and after the feed-forward, before the residual
-    )
+    residual_scale: float | None = None  # on what attention and feed-forward add
+    logit_scale: float | None = None
     attn_softcap: float | None = None
     final_softcap: float | None = None
     tied_embeddings: bool = True
@@ -108,6 +160,12 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
+
+    @property
+    def ropes_by_length(self) -> bool:
+        """Whether a token's rotation depends on the planned length of its sequence."""
+        ropes = (layer.rope for layer in self.layers)
+        return any(rope is not None and rope.by_length for rope in ropes)
 
     @property
     def softmax_scale(self) -> float:
@@ -144,12 +202,14 @@ class ModelConfig:
                     f"the tokenizer has {self.num_tokens} ids, the embedding only "
                     f"{self.vocab_size} rows"
                 )
-            if self.head_dim % 2:
+            if self.head_dim % 2 and any(r.rope and r.rope.dim is None for r in self.layers):
                 problems.append(
                     f"head_dim is {self.head_dim}; rotary embedding needs an even number"
                 )
             if not (math.isfinite(self.norm_eps) and self.norm_eps > 0):
                 problems.append(f"norm_eps is {self.norm_eps}, must be positive and finite")
+            if self.residual is Residual.PARALLEL_ONE_NORM and not self.pre_norms:
+                problems.append("one norm for both blocks needs pre_norms")
             problems += [
                 p for i, layer in enumerate(self.layers) for p in _layer_problems(i, layer, self)
             ]
@@ -162,22 +222,35 @@ def _layer_problems(index: int, layer: LayerConfig, config: ModelConfig) -> list
     problems = []
     if layer.window is not None and layer.window < 1:
         problems.append(f"layer {index} has a window of {layer.window} tokens, must be at least 1")
-    rope = layer.rope
-    dim = rope.dim or config.head_dim
-    if dim % 2 or dim > config.head_dim:
+    if layer.rope is not None:
+        problems += [f"layer {index} {p}" for p in _rope_problems(layer.rope, config.head_dim)]
+    return problems
+
+
+def _rope_problems(rope: RopeConfig, head_dim: int) -> list[str]:
+    problems = []
+    dim = rope.dim or head_dim
+    if dim % 2 or dim > head_dim:
         problems.append(
-            f"layer {index} turns {dim} of {config.head_dim} dimensions; "
-            "the number must be even and at most head_dim"
+            f"turns {dim} of {head_dim} dimensions; the number must be even and at most head_dim"
         )
     if not rope.theta > 0:
-        problems.append(f"layer {index} has rope theta {rope.theta}, must be positive")
-    scaling = rope.scaling
-    if (
-        scaling is not None
-        and scaling.kind is RopeScalingKind.DIVISORS
-        and len(scaling.divisors) != dim // 2
-    ):
-        problems.append(
-            f"layer {index} has {len(scaling.divisors)} rope divisors for {dim // 2} frequencies"
-        )
+        problems.append(f"has rope theta {rope.theta}, must be positive")
+    s = rope.scaling
+    if s is None:
+        return problems
+    lists = {
+        RopeScalingKind.DIVISORS: {"divisors": s.divisors},
+        RopeScalingKind.LONGROPE: {
+            "short factors": s.short_factors,
+            "long factors": s.long_factors,
+        },
+    }
+    problems += [
+        f"has {len(values)} rope {name} for {dim // 2} frequencies"
+        for name, values in lists.get(s.kind, {}).items()
+        if len(values) != dim // 2
+    ]
+    if s.kind is RopeScalingKind.DYNAMIC and dim < 4:
+        problems.append("turns 2 dimensions; dynamic scaling needs at least 4")
     return problems

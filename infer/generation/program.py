@@ -218,6 +218,15 @@ def _tokens_to_do(state: State, requests: Requests) -> Array:
     return jnp.where(occupied, _known(state, requests) - state.cache.lengths, 0)
 
 
+def _span(requests: Requests, row: Int[Array, " N"]) -> Int[Array, " N"]:
+    """Return the planned length of each request's sequence: its prompt and all it may generate.
+
+    Rotary scalings that depend on a length take this one, from the first token on: the keys in the
+    cache and the queries to come turn alike.
+    """
+    return requests.prompt_lens[row] + requests.sampling.max_tokens[row]
+
+
 # ---- passes --------------------------------------------------------------------------------------
 
 
@@ -249,8 +258,9 @@ def _prefill_pass(
     tokens = requests.prompts.at[row[:, None], positions].get(mode="clip")
     slots_flat = jnp.repeat(jnp.where(used, slot, num_slots), lanes.tile)
     table = state.cache.page_table[slot]
+    spans = jnp.repeat(_span(requests, row), lanes.tile)
     x, cache = _through_layers(
-        params, state.cache, tokens.reshape(-1), positions, slots_flat, table
+        params, state.cache, tokens.reshape(-1), positions, slots_flat, table, spans
     )
 
     target = jnp.where(used, slot, num_slots)
@@ -280,6 +290,7 @@ def _decode_pass(
         positions[:, None],
         jnp.where(active, slots, num_slots),
         state.cache.page_table,
+        _span(requests, row),
     )
     cache = dataclasses.replace(cache, lengths=cache.lengths + active.astype(jnp.int32))
     state = dataclasses.replace(state, cache=cache, decode_passes=state.decode_passes + 1)
@@ -297,6 +308,7 @@ def _through_layers(
     positions: Int[Array, "B T"],
     slots: Int[Array, " N"],
     page_table: Int[Array, "B M"],
+    spans: Int[Array, " N"],
 ) -> tuple[Float[Array, "N D"], PagedCache]:
     """Write keys and values of all tokens into pages, attend, and return the residual stream and
     the cache.
@@ -307,7 +319,14 @@ def _through_layers(
     flat = positions.reshape(-1)
     pages = paged.page_of(cache.page_table, slots, flat, cache.num_pages, cache.page_size)
 
-    def attend(layer: LayerConfig, q: Array, k: Array, v: Array, pools: tuple[Array, Array]):
+    def attend(
+        layer: LayerConfig,
+        q: Array,
+        k: Array,
+        v: Array,
+        sinks: Array | None,
+        pools: tuple[Array, Array],
+    ):
         # Written first, read after: reading the old pool once the new one exists would copy it.
         k_pages = paged.write_tokens(pools[0], k, pages, flat)
         v_pages = paged.write_tokens(pools[1], v, pages, flat)
@@ -320,6 +339,7 @@ def _through_layers(
             scale=config.softmax_scale,
             window=layer.window,
             softcap=config.attn_softcap,
+            sinks=sinks,
         )
         return o.reshape(q.shape), (k_pages, v_pages)
 
@@ -329,6 +349,7 @@ def _through_layers(
         jnp.maximum(flat, 0),
         attend,
         tuple(zip(cache.k_pages, cache.v_pages, strict=True)),
+        spans,
     )
     k_pages, v_pages = zip(*pools, strict=True)
     return x, dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)

@@ -6,32 +6,20 @@ serves a dense forward, a prefill chunk against pages, and a decode step: they d
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from infer.config import Activation, LayerConfig, ModelConfig
+from infer.config import LayerConfig
+from infer.models import blocks
+from infer.models.blocks import KV, Attend
 from infer.models.params import LayerParams, Params
 from infer.ops.attention import dense_attention
-from infer.ops.linear import embed, linear, linear_f32
-from infer.ops.norm import rms_norm
-from infer.ops.rope import apply_rope, rope_table
-
-KV = TypeVar("KV")
-
-# (configuration of the layer, q [T, N, H], k [T, K, H], v [T, K, H], the layer's cache)
-# -> (output [T, N, H], the layer's new cache)
-Attend = Callable[[LayerConfig, Array, Array, Array, KV], tuple[Array, KV]]
-
-_ACTIVATIONS = {
-    Activation.SILU: jax.nn.silu,
-    Activation.GELU_TANH: lambda x: jax.nn.gelu(x, approximate=True),
-    Activation.GELU: lambda x: jax.nn.gelu(x, approximate=False),
-}
+from infer.ops.linear import embed, linear_f32
+from infer.ops.rope import rope_table
 
 
 def hidden_states(
@@ -40,6 +28,7 @@ def hidden_states(
     positions: Int[Array, " T"],
     attend: Attend[KV],
     caches: Sequence[KV],
+    spans: Int[Array, " T"] | None = None,
 ) -> tuple[Float[Array, "T D"], tuple[KV, ...]]:
     """Run all layers; return the residual stream before the final norm, and the layers' new caches.
 
@@ -49,78 +38,52 @@ def hidden_states(
         positions: of each token in its own sequence.
         attend: stores keys and values and attends; see `Attend`.
         caches: what `attend` reads and writes, one entry a layer (None for a dense forward).
+        spans: planned length of each token's sequence, prompt and new tokens; needed where rotary
+            frequencies depend on it (dynamic NTK, LongRoPE; `config.ropes_by_length`), and the same
+            for all tokens that share a cache.
     """
     config = params.config
     with jax.named_scope("embed"):
         x = embed(params.embed, tokens, params.dtype)
-        if config.embedding_scale is not None:
-            # The factor takes the activations' dtype first: in bfloat16 Gemma's sqrt(3072) is 55.5.
-            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        # The factor takes the activations' dtype first: in bfloat16 Gemma's sqrt(3072) is 55.5.
+        x = blocks.scaled(x, config.embedding_scale)
+        if params.positions is not None:
+            # A position past the table is NaN, not the last one's vector.
+            x = x + params.positions.at[positions].get(mode="fill", fill_value=jnp.nan)
     # In order of first use, not a set: the program's text must not depend on the process's hashes,
     # or the compilation cache on disk misses.
     ropes = dict.fromkeys(layer.rope for layer in config.layers)
-    tables = {rope: rope_table(rope, config.head_dim, positions) for rope in ropes}
+    tables = {
+        rope: None if rope is None else rope_table(rope, config.head_dim, positions, spans)
+        for rope in ropes
+    }
 
     # A jit inside the trace: layers of one kind are traced once and called, instead of traced
     # anew for each; XLA inlines the calls.
     @functools.partial(jax.jit, static_argnums=0)
     def run_layer(
-        layer: LayerConfig, weights: LayerParams, x: Array, cos: Array, sin: Array, cache: KV
+        layer: LayerConfig,
+        weights: LayerParams,
+        x: Array,
+        turn: tuple[Array, Array] | None,
+        cache: KV,
     ) -> tuple[Array, KV]:
-        a, cache = _attention(config, layer, weights, x, cos, sin, attend, cache)
-        x = x + a
-        return x + _mlp(config, weights, x), cache
+        return blocks.run_layer(config, layer, weights, x, turn, attend, cache)
 
     new = []
     for layer, weights, cache in zip(config.layers, params.layers, caches, strict=True):
-        x, cache = run_layer(layer, weights, x, *tables[layer.rope], cache)
+        x, cache = run_layer(layer, weights, x, tables[layer.rope], cache)
         new.append(cache)
     return x, tuple(new)
-
-
-@jax.named_scope("attention")
-def _attention(
-    config: ModelConfig,
-    layer: LayerConfig,
-    w: LayerParams,
-    x: Array,
-    cos: Array,
-    sin: Array,
-    attend: Attend[KV],
-    cache: KV,
-) -> tuple[Array, KV]:
-    h = rms_norm(x, w.attn_norm, config.norm_eps)
-    heads = lambda y: y.reshape(y.shape[0], -1, config.head_dim)
-    q = heads(linear(h, w.q, w.q_bias))
-    k = heads(linear(h, w.k, w.k_bias))
-    v = heads(linear(h, w.v, w.v_bias))
-    if config.qk_norm:
-        q = rms_norm(q, w.q_norm, config.norm_eps)
-        k = rms_norm(k, w.k_norm, config.norm_eps)
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-    o, cache = attend(layer, q, k, v, cache)
-    y = linear(o.reshape(o.shape[0], -1), w.o)
-    if config.post_norms:
-        y = rms_norm(y, w.post_attn_norm, config.norm_eps)
-    return y, cache
-
-
-@jax.named_scope("mlp")
-def _mlp(config: ModelConfig, w: LayerParams, x: Array) -> Array:
-    h = rms_norm(x, w.mlp_norm, config.norm_eps)
-    gate = _ACTIVATIONS[config.activation](linear(h, w.gate))
-    y = linear(gate * linear(h, w.up), w.down)
-    if config.post_norms:
-        y = rms_norm(y, w.post_mlp_norm, config.norm_eps)
-    return y
 
 
 def logits(params: Params, x: Float[Array, "T D"]) -> Float[Array, "T V"]:
     """Return float32 logits of the residual stream `x`; ids past `num_tokens` are -inf."""
     config = params.config
     with jax.named_scope("head"):
-        h = rms_norm(x, params.final_norm, config.norm_eps)
+        h = blocks.norm(config, x, params.final_norm, params.final_norm_bias)
         y = linear_f32(h, params.embed if params.lm_head is None else params.lm_head)
+        y = blocks.scaled(y, config.logit_scale)
         if config.final_softcap is not None:
             y = jnp.tanh(y / config.final_softcap) * config.final_softcap
         if config.num_tokens < config.vocab_size:
@@ -129,14 +92,24 @@ def logits(params: Params, x: Float[Array, "T D"]) -> Float[Array, "T V"]:
         return y
 
 
-def forward(params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
+def forward(
+    params: Params, tokens: Int[Array, "B S"], spans: Int[Array, " B"] | None = None
+) -> Float[Array, "B S V"]:
     """Return logits at every position, without a cache: the definition that every cached path is
     tested against.
+
+    Args:
+        params: weights.
+        tokens: ids in [0, V).
+        spans: planned length of each sequence, for rotary scalings that depend on it; None is S.
+            The forward that equals `generate` has prompt tokens + max_tokens.
     """
     batch, length = tokens.shape
     config = params.config
 
-    def attend(layer: LayerConfig, q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
+    def attend(
+        layer: LayerConfig, q: Array, k: Array, v: Array, sinks: Array | None, cache: None
+    ) -> tuple[Array, None]:
         split = lambda y: y.reshape(batch, length, *y.shape[1:])
         o = dense_attention(
             split(q),
@@ -145,11 +118,21 @@ def forward(params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
             scale=config.softmax_scale,
             window=layer.window,
             softcap=config.attn_softcap,
+            sinks=sinks,
         )
         return o.reshape(q.shape), cache
 
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
-    x, _ = hidden_states(params, tokens.reshape(-1), positions, attend, (None,) * config.num_layers)
+    if spans is None:
+        spans = jnp.full(batch, length, jnp.int32)
+    x, _ = hidden_states(
+        params,
+        tokens.reshape(-1),
+        positions,
+        attend,
+        (None,) * config.num_layers,
+        jnp.repeat(spans, length),
+    )
     return logits(params, x).reshape(batch, length, -1)
 
 

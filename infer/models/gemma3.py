@@ -7,7 +7,7 @@ only.  GGUF stores norm weights with the +1 that Gemma's (1 + w) asks for alread
 
 import math
 
-from infer.config import Activation, LayerConfig, ModelConfig, RopeConfig
+from infer.config import Activation, LayerConfig, ModelConfig, QkNorm, RopeConfig
 from infer.models.family import GLOBAL_NAMES, LAYER_NAMES, Family, Metadata, common_fields
 from infer.models.llama import rope_scaling
 
@@ -40,7 +40,7 @@ def config(meta: Metadata, divisors: tuple[float, ...] = ()) -> ModelConfig:
         activation=Activation.GELU_TANH,
         embedding_scale=math.sqrt(hidden),
         query_scale=(hidden // num_heads) ** -0.5 if num_layers == _LAYERS_OF_27B else None,
-        qk_norm=True,
+        qk_norm=QkNorm.HEAD,
         post_norms=True,
         final_softcap=softcap or None,
     ).validate()

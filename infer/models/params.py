@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from infer.config import ModelConfig
+from infer.config import ModelConfig, QkNorm, Residual
 from infer.errors import ConfigError
 from infer.pytree import Leaf, pytree_dataclass, static
 from infer.quant.qarray import QArray
@@ -20,22 +20,31 @@ class LayerParams:
     is None.
     """
 
-    attn_norm: Leaf  # [D]
+    attn_norm: Leaf  # [D], None without pre_norms
     q: Leaf  # [N * H, D]
     k: Leaf  # [K * H, D]
     v: Leaf  # [K * H, D]
     o: Leaf  # [D, N * H]
-    mlp_norm: Leaf  # [D]
-    gate: Leaf  # [F, D]
+    mlp_norm: Leaf  # [D], None without pre_norms or where one norm serves both blocks
+    gate: Leaf  # [F, D], None where the feed-forward has no gate
     up: Leaf  # [F, D]
     down: Leaf  # [D, F]
     q_bias: Leaf = None  # [N * H]
     k_bias: Leaf = None  # [K * H]
     v_bias: Leaf = None  # [K * H]
-    q_norm: Leaf = None  # [H]
-    k_norm: Leaf = None  # [H]
+    q_norm: Leaf = None  # [H], or [N * H] over all heads
+    k_norm: Leaf = None  # [H], or [K * H] over all heads
     post_attn_norm: Leaf = None  # [D]
     post_mlp_norm: Leaf = None  # [D]
+    o_bias: Leaf = None  # [D]
+    gate_bias: Leaf = None  # [F]
+    up_bias: Leaf = None  # [F]
+    down_bias: Leaf = None  # [D]
+    attn_norm_bias: Leaf = None  # [D]
+    mlp_norm_bias: Leaf = None  # [D]
+    post_attn_norm_bias: Leaf = None  # [D]
+    post_mlp_norm_bias: Leaf = None  # [D]
+    sinks: Leaf = None  # [N]
 
 
 @pytree_dataclass
@@ -46,6 +55,8 @@ class Params:
     layers: tuple[Any, ...]  # L x LayerParams
     final_norm: Leaf  # [D]
     lm_head: Leaf = None  # [V, D], None when tied to the embedding
+    positions: Leaf = None  # [max_context, D], learned position embeddings
+    final_norm_bias: Leaf = None  # [D]
     config: ModelConfig = static(kw_only=True)
 
     @property
@@ -58,29 +69,44 @@ def expected_shapes(config: ModelConfig) -> Params:
     """Return a Params whose leaves are the shapes (tuples) that `config` asks for."""
     d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * h, config.num_kv_heads * h
+    qk_norm = {QkNorm.NONE: (None, None), QkNorm.HEAD: ((h,), (h,))}
+    q_norm, k_norm = qk_norm.get(config.qk_norm, ((queries,), (keys,)))
+    pre, two_norms = config.pre_norms, config.residual is not Residual.PARALLEL_ONE_NORM
+    when = lambda condition, *shape: shape if condition else None
     layer = LayerParams(
-        attn_norm=(d,),
+        attn_norm=when(pre, d),
         q=(queries, d),
         k=(keys, d),
         v=(keys, d),
         o=(d, queries),
-        mlp_norm=(d,),
-        gate=(f, d),
+        mlp_norm=when(pre and two_norms, d),
+        gate=when(config.gated_mlp, f, d),
         up=(f, d),
         down=(d, f),
-        q_bias=(queries,) if config.qkv_bias else None,
-        k_bias=(keys,) if config.qkv_bias else None,
-        v_bias=(keys,) if config.qkv_bias else None,
-        q_norm=(h,) if config.qk_norm else None,
-        k_norm=(h,) if config.qk_norm else None,
-        post_attn_norm=(d,) if config.post_norms else None,
-        post_mlp_norm=(d,) if config.post_norms else None,
+        q_bias=when(config.qkv_bias, queries),
+        k_bias=when(config.qkv_bias, keys),
+        v_bias=when(config.qkv_bias, keys),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        post_attn_norm=when(config.post_norms, d),
+        post_mlp_norm=when(config.post_norms, d),
+        o_bias=when(config.o_bias, d),
+        gate_bias=when(config.mlp_bias and config.gated_mlp, f),
+        up_bias=when(config.mlp_bias, f),
+        down_bias=when(config.mlp_bias, d),
+        attn_norm_bias=when(config.norm_bias and pre, d),
+        mlp_norm_bias=when(config.norm_bias and pre and two_norms, d),
+        post_attn_norm_bias=when(config.norm_bias and config.post_norms, d),
+        post_mlp_norm_bias=when(config.norm_bias and config.post_norms, d),
+        sinks=when(config.sinks, config.num_heads),
     )
     return Params(
         embed=(config.vocab_size, d),
         layers=(layer,) * config.num_layers,
         final_norm=(d,),
-        lm_head=None if config.tied_embeddings else (config.vocab_size, d),
+        lm_head=when(not config.tied_embeddings, config.vocab_size, d),
+        positions=when(config.learned_positions, config.max_context, d),
+        final_norm_bias=when(config.norm_bias, d),
         config=config,
     )
 

@@ -3,6 +3,13 @@ of a kernel.
 
 The visible keys of a query at position i are j <= i, and j > i - window where a window is set: W
 keys in all, the query's own included.
+
+A sink is one logit a head that takes part in the softmax like a key without a value:
+
+    o = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))
+
+It is neither scaled nor capped, and counts once, however keys are split into blocks.  Source: Xiao
+et al. 2023, arXiv 2309.17453, with a learned logit in place of sink tokens.
 """
 
 import jax
@@ -39,6 +46,7 @@ def dense_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Return causal attention of T queries over S keys, both starting at position 0, each head
     group sharing a key head.
@@ -56,7 +64,14 @@ def dense_attention(
     mask = visible(
         jnp.arange(num_queries, dtype=jnp.int32), jnp.arange(k.shape[1], dtype=jnp.int32), window
     )
-    weights = jax.nn.softmax(jnp.where(mask[None, None, None], scores, _MASKED), axis=-1)
+    scores = jnp.where(mask[None, None, None], scores, _MASKED)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        # The sink as one more key, whose weight is then dropped.
+        sink = sinks.astype(f32).reshape(1, num_kv, -1, 1, 1)
+        column = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
     o = jnp.einsum(
         "bkgts,bskh->btkgh",
         weights.astype(v.dtype),
@@ -77,6 +92,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Return causal attention of T queries a row over that row's pages, by online softmax over
     blocks of pages.
@@ -94,6 +110,7 @@ def paged_attention(
         scale: factor on q·k.
         window: visible keys, the query's own included; None for all.
         softcap: bound of scores by tanh, or None.
+        sinks: a logit a head that joins the denominator only, or None.
     """
     rows, num_queries, num_heads, width = q.shape
     _, num_kv, page_size, _ = k_pages.shape
@@ -157,11 +174,16 @@ def paged_attention(
         live = jnp.where(positions >= 0, positions, jnp.iinfo(positions.dtype).max)
         first = jnp.maximum(jnp.min(live) - window + 1, 0) // keys_per_trip
     shape = (rows, num_kv, num_queries * group)
-    start = (
-        jnp.full((*shape, 1), _MASKED, jnp.float32),
-        jnp.zeros((*shape, 1), jnp.float32),
-        jnp.zeros((*shape, width), jnp.float32),
-    )
+    if sinks is None:
+        m, total = jnp.full((*shape, 1), _MASKED, jnp.float32), jnp.zeros((*shape, 1), jnp.float32)
+    else:
+        # The sum begins with the sink, exp(sink - m) = 1: counted once, whatever the blocks.
+        m = jnp.broadcast_to(
+            sinks.astype(jnp.float32).reshape(1, num_kv, 1, group),
+            (rows, num_kv, num_queries, group),
+        ).reshape(*shape, 1)
+        total = jnp.ones_like(m)
+    start = (m, total, jnp.zeros((*shape, width), jnp.float32))
     _, total, acc = lax.fori_loop(first, last, block, start)
     o = acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return (

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Normalisation by the root mean square, and by mean and variance."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -15,3 +15,19 @@ def rms_norm(x: Float[Array, "*B D"], gain: Float[Array, " D"], eps: float) -> F
     inverse = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     y = x32 * inverse * gain.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
     return y.astype(x.dtype)
+
+
+def layer_norm(
+    x: Float[Array, "*B D"], gain: Float[Array, " D"], bias: Float[Array, " D"] | None, eps: float
+) -> Float[Array, "*B D"]:
+    """Return (x - mean(x)) / sqrt(var(x) + eps) * gain (+ bias), in float32, cast once to x's
+    dtype.
+
+    Source: Ba et al. 2016, arXiv 1607.06450.
+    """
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    inverse = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    along = lambda w: w.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    y = centred * inverse * along(gain)
+    return (y if bias is None else y + along(bias)).astype(x.dtype)

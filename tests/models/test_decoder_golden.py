@@ -13,6 +13,7 @@ from infer.config import (
     Activation,
     LayerConfig,
     ModelConfig,
+    QkNorm,
     RopeConfig,
     RopeScaling,
     RopeScalingKind,
@@ -112,7 +113,7 @@ def _gemma3(golden: dict[str, np.ndarray]) -> Params:
         activation=Activation.GELU_TANH,
         embedding_scale=32**0.5,
         query_scale=16**-0.5,
-        qk_norm=True,
+        qk_norm=QkNorm.HEAD,
         post_norms=True,
     )
     names = COMMON | dict(

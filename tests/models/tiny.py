@@ -5,7 +5,7 @@ every branch.
 import functools
 import math
 
-from infer.config import Activation, LayerConfig, ModelConfig, RopeConfig
+from infer.config import Activation, LayerConfig, ModelConfig, QkNorm, RopeConfig
 from infer.models.params import Params, random_params
 
 NUM_TOKENS = 90
@@ -37,7 +37,7 @@ def gemma3_config() -> ModelConfig:
         layers=(sliding, sliding, full),
         activation=Activation.GELU_TANH,
         embedding_scale=math.sqrt(32),
-        qk_norm=True,
+        qk_norm=QkNorm.HEAD,
         post_norms=True,
         final_softcap=30.0,
     )
