@@ -6,43 +6,74 @@ only.  GGUF stores norm weights with the +1 that Gemma's (1 + w) asks for alread
 """
 
 import math
+from collections.abc import Collection
 
 from infer.config import Activation, LayerConfig, ModelConfig, QkNorm, RopeConfig
-from infer.models.family import GLOBAL_NAMES, LAYER_NAMES, Family, Metadata, common_fields
-from infer.models.llama import rope_scaling
+from infer.models import gemma, gguf_layout, hf_layout
+from infer.models.family import Family, HfConfig, Layout, Metadata
 
 # The 27B model alone scales queries by its hidden size per head; GGUF tells the sizes apart by
 # their layers.
 _LAYERS_OF_27B = 62
 
 
-def config(meta: Metadata, divisors: tuple[float, ...] = ()) -> ModelConfig:
+def config(meta: Metadata) -> ModelConfig:
     """Return the configuration that a GGUF file of architecture `gemma3` describes."""
-    fields = common_fields(meta, "gemma3")
-    num_layers = meta.meta_int("gemma3.block_count")
-    pattern = meta.meta_int("gemma3.attention.sliding_window_pattern", 6)
+    fields = gguf_layout.common_fields(meta, "gemma3")
     full = LayerConfig(
         rope=RopeConfig(
             theta=meta.meta_float("gemma3.rope.freq_base", 1e6),
-            scaling=rope_scaling(meta, "gemma3", divisors),
+            scaling=gguf_layout.rope_scaling(meta, "gemma3"),
         )
     )
-    window = meta.meta_int("gemma3.attention.sliding_window", 0)
     sliding = LayerConfig(
         rope=RopeConfig(theta=meta.meta_float("gemma3.rope.freq_base_swa", 1e4)),
-        window=window or None,
+        window=gguf_layout.window(meta, "gemma3"),
     )
     hidden, num_heads = fields["hidden_size"], fields["num_heads"]
-    softcap = meta.meta_float("gemma3.final_logit_softcapping", 0.0)
+    layers = gguf_layout.layers(meta, "gemma3", full, sliding, default_period=6)
     return ModelConfig(
         **fields,
-        layers=layer_pattern(full, sliding, num_layers, pattern),
+        layers=layers,
         activation=Activation.GELU_TANH,
         embedding_scale=math.sqrt(hidden),
-        query_scale=(hidden // num_heads) ** -0.5 if num_layers == _LAYERS_OF_27B else None,
+        query_scale=(hidden // num_heads) ** -0.5 if len(layers) == _LAYERS_OF_27B else None,
         qk_norm=QkNorm.HEAD,
         post_norms=True,
-        final_softcap=softcap or None,
+        final_softcap=meta.meta_float("gemma3.final_logit_softcapping", 0.0) or None,
+    ).validate()
+
+
+def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
+    """Return the configuration of a folder whose model type is `gemma3_text`."""
+    fields = hf_layout.common_fields(hf, tensors)
+    fields["activation"] = Activation.GELU_TANH
+    head_dim = fields["head_dim"]
+    nested = "full_attention" in (hf.get("rope_parameters") or {})
+    local = RopeConfig(theta=float(hf.get("rope_local_base_freq", 1e4)))
+    sliding = LayerConfig(
+        rope=hf_layout.rope(hf, head_dim, layer_type="sliding_attention") if nested else local,
+        window=hf.get("sliding_window", 4096),
+    )
+    full = LayerConfig(
+        rope=hf_layout.rope(
+            hf if nested or "rope_theta" in hf else {**hf, "rope_theta": 1e6},
+            head_dim,
+            layer_type="full_attention",
+        )
+    )
+    pattern = hf_layout.every(
+        hf_layout.integer(hf, "num_hidden_layers"), hf.get("sliding_window_pattern", 6)
+    )
+    return ModelConfig(
+        **fields,
+        layers=hf_layout.layers(hf, full, sliding, pattern),
+        embedding_scale=math.sqrt(fields["hidden_size"]),
+        query_scale=hf.get("query_pre_attn_scalar", 256) ** -0.5,
+        qk_norm=QkNorm.HEAD,
+        post_norms=True,
+        attn_softcap=hf.get("attn_logit_softcapping"),
+        final_softcap=hf.get("final_logit_softcapping"),
     ).validate()
 
 
@@ -56,12 +87,8 @@ def layer_pattern(
 FAMILY = Family(
     name="gemma3",
     config=config,
-    layer_names=LAYER_NAMES
-    | {
-        "q_norm": "blk.{i}.attn_q_norm.weight",
-        "k_norm": "blk.{i}.attn_k_norm.weight",
-        "post_attn_norm": "blk.{i}.post_attention_norm.weight",
-        "post_mlp_norm": "blk.{i}.post_ffw_norm.weight",
-    },
-    global_names=GLOBAL_NAMES,
+    gguf=Layout(layer_names=gguf_layout.LAYER_NAMES, global_names=gguf_layout.GLOBAL_NAMES),
+    model_types=("gemma3_text",),
+    config_from_hf=config_from_hf,
+    hf=gemma.GEMMA2.hf,
 )

@@ -1,50 +1,61 @@
-"""The Llama family (Llama 1-3, SmolLM2, TinyLlama, Mistral in Llama's layout)."""
+"""The Llama family: Llama 1 to 3.x, SmolLM2, TinyLlama, and what else comes in Llama's layout;
+Mistral's GGUF files too.
+"""
 
-from infer.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling, RopeScalingKind
+from collections.abc import Collection
+
+from infer.config import LayerConfig, ModelConfig
 from infer.errors import ConfigError
-from infer.models.family import GLOBAL_NAMES, LAYER_NAMES, Family, Metadata, common_fields
+from infer.models import gguf_layout, hf_layout
+from infer.models.family import Family, HfConfig, Layout, Metadata
 
 
-def config(meta: Metadata, divisors: tuple[float, ...] = ()) -> ModelConfig:
+def config(meta: Metadata) -> ModelConfig:
     """Return the configuration that a GGUF file of architecture `llama` describes."""
     if experts := meta.meta_int("llama.expert_count", 0):
         raise ConfigError(
             f"llama with {experts} experts is a mixture of experts, which this version does not run"
         )
-    fields = common_fields(meta, "llama")
-    dim = meta.meta_int("llama.rope.dimension_count", fields["head_dim"])
-    rope = RopeConfig(
-        theta=meta.meta_float("llama.rope.freq_base", 10000.0),
-        scaling=rope_scaling(meta, "llama", divisors),
-        dim=None if dim == fields["head_dim"] else dim,
-    )
-    layers = (LayerConfig(rope=rope),) * meta.meta_int("llama.block_count")
-    has_bias = "blk.0.attn_q.bias" in meta.tensors
-    return ModelConfig(**fields, layers=layers, qkv_bias=has_bias).validate()
+    fields = gguf_layout.common_fields(meta, "llama")
+    rope = gguf_layout.rope(meta, "llama", fields["head_dim"])
+    sliding = LayerConfig(rope=rope, window=gguf_layout.window(meta, "llama"))
+    return ModelConfig(
+        **fields,
+        layers=gguf_layout.layers(meta, "llama", LayerConfig(rope=rope), sliding),
+        qkv_bias=gguf_layout.has_bias(meta, "attn_q"),
+        o_bias=gguf_layout.has_bias(meta, "attn_output"),
+        mlp_bias=gguf_layout.has_bias(meta, "ffn_up"),
+    ).validate()
 
 
-def rope_scaling(meta: Metadata, family: str, divisors: tuple[float, ...]) -> RopeScaling | None:
-    """Return the frequency scaling of a GGUF file: the divisor tensor where there is one, else its
-    metadata.
-    """
-    if divisors:
-        return RopeScaling(kind=RopeScalingKind.DIVISORS, divisors=divisors)
-    kind = meta.meta_str(f"{family}.rope.scaling.type", "none")
-    factor = meta.meta_float(f"{family}.rope.scaling.factor", 1.0)
-    if kind == "none" or (kind == "linear" and factor == 1.0):
-        return None
-    if kind == "linear":
-        return RopeScaling(kind=RopeScalingKind.LINEAR, factor=factor)
-    if kind == "yarn":
-        original = meta.meta_int(f"{family}.rope.scaling.original_context_length", 8192)
-        return RopeScaling(kind=RopeScalingKind.YARN, factor=factor, original_context=original)
-    raise ConfigError(f"rope scaling type is {kind!r}; this version has none, linear and yarn")
+def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
+    """Return the configuration of a folder whose model type is `llama`."""
+    fields = hf_layout.common_fields(hf, tensors)
+    full = LayerConfig(rope=hf_layout.rope(hf, fields["head_dim"]))
+    return ModelConfig(
+        **fields,
+        layers=hf_layout.layers(hf, full, full),
+        qkv_bias=hf.get("attention_bias", False),
+        o_bias=hf.get("attention_bias", False),
+        mlp_bias=hf.get("mlp_bias", False),
+    ).validate()
 
+
+HF = Layout(
+    layer_names=hf_layout.LAYER_NAMES,
+    global_names=hf_layout.GLOBAL_NAMES,
+    ignored=hf_layout.IGNORED,
+)
 
 FAMILY = Family(
     name="llama",
     config=config,
-    layer_names=LAYER_NAMES,
-    global_names=GLOBAL_NAMES,
-    permuted_rope=True,
+    gguf=Layout(
+        layer_names=gguf_layout.LAYER_NAMES,
+        global_names=gguf_layout.GLOBAL_NAMES,
+        adjacent_pairs=True,
+    ),
+    model_types=("llama",),
+    config_from_hf=config_from_hf,
+    hf=HF,
 )

@@ -108,8 +108,9 @@ _SCALED = {
 
 
 def _long(short: Array, scaling: RopeScaling, spans: Array) -> Array:
-    """Return the frequencies [..., H2] of sequences of `spans` [..., 1] tokens, given the short ones'.
+    """Return the frequencies [..., H2] of sequences of `spans` [..., 1] tokens.
 
+    `short` are those of short sequences.
     DYNAMIC raises the base to theta * (factor * span / original - factor + 1)^(dim / (dim - 2))
     beyond the original context ("dynamic NTK", as in transformers).  LONGROPE takes the other list
     of divisors.

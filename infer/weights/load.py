@@ -1,6 +1,6 @@
 """From a checkpoint to `Params`: read, rename, reorder, dequantise or keep packed, place."""
 
-import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,17 +11,17 @@ from jax.typing import DTypeLike
 from infer.backend import check_memory
 from infer.config import ModelConfig
 from infer.errors import WeightFormatError
-from infer.models.family import Family
-from infer.models.params import LayerParams, Params, expected_shapes
+from infer.models.gguf_layout import CONFIG_TENSORS
+from infer.models.params import Params
 from infer.models.registry import family_of
 from infer.quant.blocks import FORMATS
 from infer.quant.qarray import QArray
-from infer.weights.gguf import GGUFFile, rope_row_order
+from infer.weights.assemble import Slot, assemble, each_slot, placed, slots, stored_shapes
+from infer.weights.gguf import GGUFFile
 
 # Called with (bytes done, bytes in all) as tensors are read.
 Progress = Callable[[int, int], None]
 
-_DIVISORS = "rope_freqs.weight"
 # Types that are plain numbers: they become float arrays even where quantised matrices stay packed.
 _PLAIN = ("F32", "F16", "BF16")
 # Room beside the weights for a small cache and the temporaries of a step, as a share of the
@@ -53,52 +53,16 @@ def load_gguf(
     dtype = jnp.dtype(dtype)
     with GGUFFile.open(path) as file:
         family = family_of(file.meta_str("general.architecture"))
-        divisors: tuple[float, ...] = ()
-        if _DIVISORS in file.tensors:
-            divisors = tuple(file.array(_DIVISORS, np.float32).reshape(-1).tolist())
-        config = family.config(file, divisors)
-        names = tensor_names(family, config)
-        _check_tensors(file, names, config)
-        _check_memory(file, names, dtype, packed)
-        return _read(file, family, config, names, dtype, packed, progress)
+        assert family.config is not None and family.gguf is not None
+        config = family.config(file)
+        wanted = slots(family.gguf, config)
+        _check_tensors(file, wanted, config)
+        _check_memory(file, wanted, dtype, packed)
+        return _read(file, wanted, dtype, packed, progress)
 
 
-def tensor_names(family: Family, config: ModelConfig) -> Params:
-    """Return a Params whose leaves are the names of the tensors that belong there."""
-    shapes = expected_shapes(config)
-    present = lambda record, names: {
-        field: name for field, name in names.items() if getattr(record, field) is not None
-    }
-    layers = tuple(
-        LayerParams(
-            **{f.name: None for f in dataclasses.fields(LayerParams)}
-            | {
-                field: name.format(i=i)
-                for field, name in present(shape, family.layer_names).items()
-            }
-        )
-        for i, shape in enumerate(shapes.layers)
-    )
-    return Params(**present(shapes, family.global_names), layers=layers, config=config)
-
-
-def _slots(names: Params) -> dict[str, tuple[int, ...]]:
-    """Return {tensor name: shape} of everything the model needs."""
-    shapes = expected_shapes(names.config)
-    wanted = {
-        name: getattr(shapes, field)
-        for field in ("embed", "final_norm", "lm_head")
-        if (name := getattr(names, field)) is not None
-    }
-    for layer, shape in zip(names.layers, shapes.layers, strict=True):
-        for f in dataclasses.fields(LayerParams):
-            if (name := getattr(layer, f.name)) is not None:
-                wanted[name] = getattr(shape, f.name)
-    return wanted
-
-
-def _check_tensors(file: GGUFFile, names: Params, config: ModelConfig) -> None:
-    wanted = _slots(names)
+def _check_tensors(file: GGUFFile, leaves: Params, config: ModelConfig) -> None:
+    wanted = stored_shapes(leaves)
     problems = []
     for name, shape in wanted.items():
         info = file.tensors.get(name)
@@ -111,7 +75,7 @@ def _check_tensors(file: GGUFFile, names: Params, config: ModelConfig) -> None:
     problems += [
         f"{name} has no place in a {config.family} model"
         for name in file.tensors
-        if name not in wanted and name != _DIVISORS
+        if name not in wanted and name not in CONFIG_TENSORS
     ]
     if problems:
         shown = "; ".join(problems[:20]) + (
@@ -124,9 +88,9 @@ def _stays_packed(type_name: str, packed: bool) -> bool:
     return packed and type_name not in _PLAIN
 
 
-def _check_memory(file: GGUFFile, names: Params, dtype: jnp.dtype, packed: bool) -> None:
+def _check_memory(file: GGUFFile, wanted: Params, dtype: jnp.dtype, packed: bool) -> None:
     weights = 0
-    for name, shape in _slots(names).items():
+    for name, shape in stored_shapes(wanted).items():
         info = file.tensors[name]
         keep = _stays_packed(info.type_name, packed)
         weights += info.nbytes if keep else int(np.prod(shape)) * jnp.dtype(dtype).itemsize
@@ -139,55 +103,37 @@ def _check_memory(file: GGUFFile, names: Params, dtype: jnp.dtype, packed: bool)
 
 def _read(
     file: GGUFFile,
-    family: Family,
-    config: ModelConfig,
-    names: Params,
+    wanted: Params,
     dtype: jnp.dtype,
     packed: bool,
     progress: Progress | None,
 ) -> Params:
-    total = sum(file.tensors[name].nbytes for name in _slots(names))
+    total = sum(file.tensors[name].nbytes for name in stored_shapes(wanted))
     done = 0
+    # A tensor that several leaves share is decoded once: they come one after the other.
+    last: tuple[str, np.ndarray] | None = None
+    uses = Counter(slot.name for slot in each_slot(wanted))
 
-    def read(name: str, heads: int = 0) -> jnp.ndarray | QArray:
+    def values(name: str) -> np.ndarray:
+        nonlocal last
+        if last is None or last[0] != name:
+            last = (name, file.array(name, np.float32))
+        return last[1]
+
+    def read(slot: Slot) -> jnp.ndarray | QArray:
         nonlocal done
-        info = file.tensors[name]
-        order = None
-        if family.permuted_rope and heads:
-            order = rope_row_order(heads, config.head_dim)
+        info = file.tensors[slot.name]
         if _stays_packed(info.type_name, packed):
-            raw = file.raw(name)
-            data = jnp.asarray(raw if order is None else raw[order])
-            leaf = QArray.create(data, FORMATS[info.type_name], tuple(info.shape))
+            raw = file.raw(slot.name)
+            data = jnp.asarray(raw if slot.rows is None else raw[slot.rows])
+            leaf = QArray.create(data, FORMATS[info.type_name], slot.shape)
         else:
-            values = file.array(name, np.float32)
-            leaf = jnp.asarray(values if order is None else values[order]).astype(dtype)
-        done += info.nbytes
+            leaf = jnp.asarray(placed(slot, values(slot.name))).astype(dtype)
+        uses[slot.name] -= 1
+        if not uses[slot.name]:
+            done += info.nbytes
         if progress is not None:
             progress(done, total)
         return leaf
 
-    heads_of = {
-        "q": config.num_heads,
-        "k": config.num_kv_heads,
-        "q_bias": config.num_heads,
-        "k_bias": config.num_kv_heads,
-    }
-    layers = tuple(
-        LayerParams(
-            **{
-                f.name: None
-                if (name := getattr(layer, f.name)) is None
-                else read(name, heads_of.get(f.name, 0))
-                for f in dataclasses.fields(LayerParams)
-            }
-        )
-        for layer in names.layers
-    )
-    return Params(
-        embed=read(names.embed),
-        layers=layers,
-        final_norm=read(names.final_norm),
-        lm_head=None if names.lm_head is None else read(names.lm_head),
-        config=config,
-    )
+    return assemble(wanted, read)

@@ -16,8 +16,8 @@ from infer.models import decoder
 from infer.models.params import Params, random_params
 from infer.models.registry import FAMILIES
 from infer.quant.qarray import QArray
-from infer.weights.gguf import rope_row_order
-from infer.weights.load import load_gguf, tensor_names
+from infer.weights.assemble import slots
+from infer.weights.load import load_gguf
 from tests.models.tiny import gemma3_config, llama_config
 
 TYPES = gguf.GGMLQuantizationType
@@ -62,14 +62,12 @@ def _write(
     writer = gguf.GGUFWriter(str(path), architecture or c.family)
     _metadata(writer, c)
     more(writer)
-    family = FAMILIES[c.family]
-    names = tensor_names(family, c)
-    pairs = zip(jax.tree.leaves(names), jax.tree.leaves(params), strict=True)
-    for name, leaf in [*pairs, *(extra or {}).items()]:
+    wanted = jax.tree.leaves(slots(FAMILIES[c.family].gguf, c))
+    stored = {}
+    for slot, leaf in zip(wanted, jax.tree.leaves(params), strict=True):
         value = np.asarray(leaf)
-        heads = {"attn_q": c.num_heads, "attn_k": c.num_kv_heads}.get(name.split(".")[-2], 0)
-        if family.permuted_rope and heads:
-            value = value[np.argsort(rope_row_order(heads, c.head_dim))]
+        stored[slot.name] = value if slot.rows is None else value[np.argsort(slot.rows)]
+    for name, value in [*stored.items(), *(extra or {}).items()]:
         value = change(name, value)
         if value is None:
             continue
