@@ -94,7 +94,10 @@ CASES = {
         ),
     ),
     "mistral": ("mistral", dict(sliding_window=7)),
-    "ministral": ("ministral", dict(head_dim=12, sliding_window=7, layer_types=[SLIDING, FULL, SLIDING])),
+    "ministral": (
+        "ministral",
+        dict(head_dim=12, sliding_window=7, layer_types=[SLIDING, FULL, SLIDING]),
+    ),
     "qwen2": ("qwen2", dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)),
     "qwen3": ("qwen3", dict(head_dim=14, tie_word_embeddings=True)),
     "gemma": ("gemma", dict(head_dim=14, num_key_value_heads=1)),

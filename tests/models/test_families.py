@@ -1,0 +1,89 @@
+"""Every family against transformers in float32: logits, greedy ids, and its GGUF twin.
+
+The golden files are made by scripts/goldens/families.py; weights come from tests/models/checkpoint.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import infer
+from infer.models import decoder
+from infer.models.params import Params, validate
+from infer.models.registry import family_of_hf
+from infer.weights.assemble import assemble, canonical_names, placed, slots, stored_shapes
+from infer.weights.load import load_gguf
+from tests.models import checkpoint, gguf_twin
+
+DATA = Path(__file__).parent.parent / "data" / "families"
+CASES = sorted(path.stem for path in DATA.glob("*.npz"))
+# llama.cpp has no key for this scaling, so no GGUF file can ask for it.
+NO_GGUF = {"llama_dynamic"}
+_FORWARD = jax.jit(decoder.forward)
+
+
+@functools.cache
+def golden(case: str) -> dict[str, Any]:
+    data = dict(np.load(DATA / f"{case}.npz"))
+    return data | json.loads(data["header"].tobytes())
+
+
+def tensors(case: str) -> dict[str, np.ndarray]:
+    g = golden(case)
+    return {name: checkpoint.values(name, tuple(s), g["norm_base"]) for name, s in g["tensors"]}
+
+
+@functools.cache
+def from_hf(case: str) -> Params:
+    stored = tensors(case)
+    family = family_of_hf(golden(case)["config"]["model_type"])
+    names = canonical_names(family.hf, stored)
+    config = family.config_from_hf(golden(case)["config"], names)
+    wanted = slots(family.hf, config)
+    assert {name: stored[of].shape for name, of in names.items()} == stored_shapes(wanted)
+    read = lambda slot: jnp.asarray(placed(slot, stored[names[slot.name]]))
+    return validate(assemble(wanted, read))
+
+
+def worst_logit(case: str, params: Params) -> float:
+    """Return the largest difference from transformers at the kept positions of the long text."""
+    g = golden(case)
+    logits = np.asarray(_FORWARD(params, jnp.asarray(g["tokens"])[None]))[0]
+    return float(np.abs(logits[g["kept"]] - g["logits"]).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_agree_with_transformers(case: str) -> None:
+    params = from_hf(case)
+    assert worst_logit(case, params) < 1e-4
+    if params.config.ropes_by_length:
+        # A sequence of its own, within the original context.
+        g = golden(case)
+        short = _FORWARD(params, jnp.asarray(g["tokens"])[None, :24])[0, -1]
+        assert np.abs(np.asarray(short) - g["short_logits"]).max() < 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_ids_are_those_of_transformers_in_any_chunks(case: str) -> None:
+    g, params = golden(case), from_hf(case)
+    sampling = infer.SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    for chunk in (5, 256):
+        out = infer.generate(
+            params, [g["prompt"].tolist()], sampling=sampling, prefill_chunk=chunk, page_size=8
+        )
+        np.testing.assert_array_equal(out.tokens[0], g["greedy"])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in NO_GGUF])
+def test_the_gguf_twin_is_the_same_model(case: str, tmp_path: Path) -> None:
+    path = gguf_twin.write(tmp_path / "m.gguf", golden(case)["config"], tensors(case))
+    params, twin = from_hf(case), load_gguf(path)
+    for have, want in zip(jax.tree.leaves(twin), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(have, want)
+    assert worst_logit(case, twin) < 1e-4
