@@ -194,6 +194,8 @@ def _with_alignment(metadata: dict[str, Any], alignment: int | None) -> tuple[di
     said = metadata.get(_ALIGNMENT)
     if isinstance(said, RawValue):
         said = said.value()
+    if said is not None and not isinstance(said, int | np.integer):
+        raise ValueError(f"{_ALIGNMENT} is {_kind(said)}, must be an integer")
     if alignment is None:
         alignment = DEFAULT_ALIGNMENT if said is None else int(said)
     if not 1 <= alignment < 1 << 32 or alignment & (alignment - 1):
