@@ -28,8 +28,8 @@ def info(
 ) -> None:
     """Show a model's layers, types, bytes, cache per token, and what fits on a chip."""
     path = model_file(model)
-    found = summary_of(path)
-    report = report_of(model, path, found, context)
+    found, files = summary_of(path)
+    report = report_of(model, files, found, context)
     if chip is not None:
         report["chip"] = chip_report(found, hardware.get_chip(chip), report["context"])
     print(json.dumps(report) if as_json else text_of(report))
@@ -51,18 +51,18 @@ def model_file(model: str) -> Path:
     return path
 
 
-def summary_of(path: Path) -> Summary:
-    """Return the summary of the GGUF file at `path`."""
+def summary_of(path: Path) -> tuple[Summary, list[Path]]:
+    """Return the summary of the GGUF file at `path`, and all files of the model."""
     from infer.weights.gguf import GGUFFile
 
     with GGUFFile.open(path) as file:
         try:
-            return summarise(file)
+            return summarise(file), [Path(p) for p in file.paths]
         except WeightFormatError as error:
             raise WeightFormatError(f"{path}: {error}") from None
 
 
-def report_of(model: str, path: Path, found: Summary, context: int | None) -> dict[str, Any]:
+def report_of(model: str, files: list[Path], found: Summary, context: int | None) -> dict[str, Any]:
     """Return what `--json` prints, but for the chip."""
     tokens = context or found.context_length
     per_token = {
@@ -71,8 +71,9 @@ def report_of(model: str, path: Path, found: Summary, context: int | None) -> di
     layers = found.layers_with(_KV_BYTES["bf16"])
     return {
         "model": model,
-        "file": str(path),
-        "file_bytes": path.stat().st_size,
+        "file": str(files[0]),
+        "num_files": len(files),
+        "file_bytes": sum(path.stat().st_size for path in files),
         "name": found.name,
         "architecture": found.architecture,
         "num_layers": found.num_layers,
@@ -139,7 +140,7 @@ def text_of(report: dict[str, Any]) -> str:
         f"  vocabulary     {_number(report['vocab_size'])} ids, {_tokenizer_text(report)}",
         f"  context        {_number(report['context_length'])} tokens",
         f"  parameters     {report['num_params']:,}{_experts_text(report)}",
-        f"  weights        {report['weight_bytes'] / 1e6:,.1f} MB as in the file",
+        f"  weights        {report['weight_bytes'] / 1e6:,.1f} MB as in the {_files_text(report)}",
     ]
     for name, total in report["tensor_types"].items():
         lines.append(
@@ -151,6 +152,10 @@ def text_of(report: dict[str, Any]) -> str:
     if "chip" in report:
         lines += _chip_lines(report["chip"], report["context"])
     return "\n".join(lines)
+
+
+def _files_text(report: dict[str, Any]) -> str:
+    return "file" if report["num_files"] == 1 else f"{report['num_files']} files"
 
 
 def _layers_text(report: dict[str, Any]) -> str:
