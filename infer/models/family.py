@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from infer.config import ModelConfig
+from infer.models.checkpoint import Layout
 
 
 @runtime_checkable
@@ -24,7 +25,7 @@ class Metadata(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family as its GGUF files describe it.
+    """A model family as its files describe it.
 
     Attributes:
         name: the architecture's name in GGUF.
@@ -33,6 +34,7 @@ class Family:
         layer_names: LayerParams field -> tensor name, with `{i}` for the layer.
         global_names: Params field -> tensor name.
         permuted_rope: rows of q and k are stored for adjacent-pair rotation and must be put back.
+        hf: the same for checkpoints in transformers' layout; None: not read in that layout.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Family:
     layer_names: Mapping[str, str]
     global_names: Mapping[str, str]
     permuted_rope: bool = False
+    hf: Layout | None = None
 
 
 GLOBAL_NAMES = {

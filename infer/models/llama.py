@@ -2,6 +2,8 @@
 
 from infer.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling, RopeScalingKind
 from infer.errors import ConfigError
+from infer.models import checkpoint
+from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import GLOBAL_NAMES, LAYER_NAMES, Family, Metadata, common_fields
 
 
@@ -41,10 +43,30 @@ def rope_scaling(meta: Metadata, family: str, divisors: tuple[float, ...]) -> Ro
     raise ConfigError(f"rope scaling type is {kind!r}; this version has none, linear and yarn")
 
 
+def config_from_hf(hf: HFConfig) -> ModelConfig:
+    """Return the configuration that the config.json of a LlamaForCausalLM describes."""
+    hf.refuse("mlp_bias")
+    fields = checkpoint.common_fields(hf, "llama", max_position_embeddings=2048)
+    rope = checkpoint.rope_of(hf, fields["head_dim"])
+    return ModelConfig(
+        **fields,
+        layers=(LayerConfig(rope=rope),) * checkpoint.num_layers(hf),
+        activation=hf.activation("hidden_act", default="silu"),
+        qkv_bias=hf.flag("attention_bias", False),
+    ).validate()
+
+
 FAMILY = Family(
     name="llama",
     config=config,
     layer_names=LAYER_NAMES,
     global_names=GLOBAL_NAMES,
     permuted_rope=True,
+    hf=Layout(
+        architectures=("LlamaForCausalLM",),
+        model_types=("llama",),
+        config=config_from_hf,
+        layer_names=checkpoint.LAYER_NAMES,
+        global_names=checkpoint.GLOBAL_NAMES,
+    ),
 )
