@@ -2,12 +2,13 @@
 three sliding layers that turn adjacent pairs to one full layer that turns nothing.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 from infer.config import LayerConfig, ModelConfig, Norm, Residual
-from infer.models import gguf_layout, hf_layout
-from infer.models.family import Family, HfConfig, Layout, Metadata
+from infer.models import checkpoint, gguf_layout
+from infer.models.checkpoint import HFConfig, Layout
+from infer.models.family import Family, Metadata
+from infer.models.rows import adjacent_pairs
 
 _PERIOD = 4
 _BLOCKS: dict[str, Any] = dict(norm=Norm.LAYER, residual=Residual.PARALLEL_ONE_NORM)
@@ -29,40 +30,39 @@ def config(meta: Metadata) -> ModelConfig:
     ).validate()
 
 
-def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `cohere2`."""
-    fields = hf_layout.common_fields(hf, tensors)
-    fields["norm_eps"] = hf.get("layer_norm_eps", 1e-5)
+def config_from_hf(hf: HFConfig) -> ModelConfig:
+    """Return the configuration that the config.json of a Cohere 2 describes."""
+    fields = checkpoint.common_fields(hf, "cohere2", tied=True, max_position_embeddings=8192)
+    fields["norm_eps"] = hf.number("layer_norm_eps", 1e-5)
     sliding = LayerConfig(
-        rope=hf_layout.rope(hf, fields["head_dim"]), window=hf.get("sliding_window", 4096)
+        rope=checkpoint.rope_of(hf, fields["head_dim"]),
+        window=hf.window("sliding_window", 4096),
     )
-    pattern = hf_layout.every(
-        hf_layout.integer(hf, "num_hidden_layers"), hf.get("sliding_window_pattern", _PERIOD)
+    pattern = checkpoint.every(
+        checkpoint.num_layers(hf), hf.integer("sliding_window_pattern", _PERIOD)
     )
+    bias = hf.flag("attention_bias", False)
     return ModelConfig(
         **fields,
         **_BLOCKS,
-        layers=hf_layout.layers(hf, LayerConfig(rope=None), sliding, pattern),
-        qkv_bias=hf.get("attention_bias", False),
-        o_bias=hf.get("attention_bias", False),
-        logit_scale=hf.get("logit_scale", 0.0625),
+        layers=checkpoint.layers_of(hf, LayerConfig(rope=None), sliding, pattern),
+        activation=hf.activation("hidden_act", default="silu"),
+        qkv_bias=bias,
+        o_bias=bias,
+        logit_scale=hf.number("logit_scale", 0.0625),
     ).validate()
 
 
 FAMILY = Family(
     name="cohere2",
     config=config,
-    gguf=Layout(
-        layer_names=gguf_layout.LAYER_NAMES,
-        global_names=gguf_layout.GLOBAL_NAMES,
-        adjacent_pairs=True,
-    ),
-    model_types=("cohere2",),
-    config_from_hf=config_from_hf,
+    layer_names=gguf_layout.LAYER_NAMES | adjacent_pairs(gguf_layout.LAYER_NAMES),
+    global_names=gguf_layout.GLOBAL_NAMES,
     hf=Layout(
-        layer_names=hf_layout.LAYER_NAMES,
-        global_names=hf_layout.GLOBAL_NAMES,
-        adjacent_pairs=True,
-        ignored=hf_layout.IGNORED,
+        architectures=("Cohere2ForCausalLM",),
+        model_types=("cohere2",),
+        config=config_from_hf,
+        layer_names=checkpoint.LAYER_NAMES | adjacent_pairs(checkpoint.LAYER_NAMES),
+        global_names=checkpoint.GLOBAL_NAMES,
     ),
 )

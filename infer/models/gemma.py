@@ -5,12 +5,12 @@ GGUF stores norm weights with the one already added.
 """
 
 import math
-from collections.abc import Collection
 from typing import Any
 
 from infer.config import Activation, LayerConfig, ModelConfig
-from infer.models import gguf_layout, hf_layout
-from infer.models.family import Family, HfConfig, Layout, Metadata
+from infer.models import checkpoint, gguf_layout
+from infer.models.checkpoint import HFConfig, Layout
+from infer.models.family import Family, Metadata
 
 # The 27B model alone scales queries by its hidden size per head; GGUF tells the sizes apart by
 # their layers.
@@ -46,29 +46,44 @@ def config_2(meta: Metadata) -> ModelConfig:
     ).validate()
 
 
-def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `gemma`."""
-    fields = hf_layout.common_fields(hf, tensors)
-    full = LayerConfig(rope=hf_layout.rope(hf, fields["head_dim"]))
+def config_from_hf(hf: HFConfig) -> ModelConfig:
+    """Return the configuration that the config.json of a Gemma 1 describes."""
+    hf.refuse("attention_bias")
+    fields = checkpoint.common_fields(
+        hf, "gemma", tied=True, head_dim=256, max_position_embeddings=8192
+    )
+    full = LayerConfig(rope=checkpoint.rope_of(hf, fields["head_dim"]))
     return ModelConfig(
-        **(fields | _gemma(fields["hidden_size"])), layers=hf_layout.layers(hf, full, full)
+        **fields,
+        **_gemma(fields["hidden_size"]),
+        layers=(full,) * checkpoint.num_layers(hf),
     ).validate()
 
 
-def config_2_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `gemma2`."""
-    fields = hf_layout.common_fields(hf, tensors)
-    rope = hf_layout.rope(hf, fields["head_dim"])
-    alternate = hf_layout.every(hf_layout.integer(hf, "num_hidden_layers"), 2)
-    sliding = LayerConfig(rope=rope, window=hf.get("sliding_window", 4096))
+def config_2_from_hf(hf: HFConfig) -> ModelConfig:
+    """Return the configuration that the config.json of a Gemma 2 describes."""
+    hf.refuse("attention_bias")
+    fields = checkpoint.common_fields(
+        hf, "gemma2", tied=True, head_dim=256, max_position_embeddings=8192
+    )
+    rope = checkpoint.rope_of(hf, fields["head_dim"])
+    full = LayerConfig(rope=rope)
+    sliding = LayerConfig(rope=rope, window=hf.window("sliding_window", 4096))
+    alternate = checkpoint.every(checkpoint.num_layers(hf), 2)
     return ModelConfig(
-        **(fields | _gemma(fields["hidden_size"])),
-        layers=hf_layout.layers(hf, LayerConfig(rope=rope), sliding, alternate),
-        query_scale=hf.get("query_pre_attn_scalar", 256) ** -0.5,
+        **fields,
+        **_gemma(fields["hidden_size"]),
+        layers=checkpoint.layers_of(hf, full, sliding, alternate),
+        query_scale=hf.number("query_pre_attn_scalar", 256.0) ** -0.5,
         post_norms=True,
-        attn_softcap=hf.get("attn_logit_softcapping", 50.0),
-        final_softcap=hf.get("final_logit_softcapping", 30.0),
+        # None in the file is no cap; absent is the published models' cap.
+        attn_softcap=hf.number("attn_logit_softcapping", _unless_null(hf, "attn", 50.0)),
+        final_softcap=hf.number("final_logit_softcapping", _unless_null(hf, "final", 30.0)),
     ).validate()
+
+
+def _unless_null(hf: HFConfig, which: str, default: float) -> float | None:
+    return None if f"{which}_logit_softcapping" in hf.values else default
 
 
 def _gemma(hidden: int) -> dict[str, Any]:
@@ -76,32 +91,32 @@ def _gemma(hidden: int) -> dict[str, Any]:
     return dict(activation=Activation.GELU_TANH, embedding_scale=math.sqrt(hidden))
 
 
-_GGUF = Layout(layer_names=gguf_layout.LAYER_NAMES, global_names=gguf_layout.GLOBAL_NAMES)
-
 GEMMA = Family(
     name="gemma",
     config=config,
-    gguf=_GGUF,
-    model_types=("gemma",),
-    config_from_hf=config_from_hf,
+    layer_names=gguf_layout.LAYER_NAMES,
+    global_names=gguf_layout.GLOBAL_NAMES,
     hf=Layout(
-        layer_names=hf_layout.LAYER_NAMES,
-        global_names=hf_layout.GLOBAL_NAMES,
-        norm_offset=1.0,
-        ignored=hf_layout.IGNORED,
+        architectures=("GemmaForCausalLM",),
+        model_types=("gemma",),
+        config=config_from_hf,
+        layer_names=checkpoint.LAYER_NAMES,
+        global_names=checkpoint.GLOBAL_NAMES,
+        norm_plus_one=True,
     ),
 )
 
 GEMMA2 = Family(
     name="gemma2",
     config=config_2,
-    gguf=_GGUF,
-    model_types=("gemma2",),
-    config_from_hf=config_2_from_hf,
+    layer_names=gguf_layout.LAYER_NAMES,
+    global_names=gguf_layout.GLOBAL_NAMES,
     hf=Layout(
-        layer_names=hf_layout.LAYER_NAMES | hf_layout.SANDWICH_NAMES,
-        global_names=hf_layout.GLOBAL_NAMES,
-        norm_offset=1.0,
-        ignored=hf_layout.IGNORED,
+        architectures=("Gemma2ForCausalLM",),
+        model_types=("gemma2",),
+        config=config_2_from_hf,
+        layer_names=checkpoint.LAYER_NAMES | checkpoint.SANDWICH_NAMES,
+        global_names=checkpoint.GLOBAL_NAMES,
+        norm_plus_one=True,
     ),
 )

@@ -2,15 +2,17 @@
 layers to one full.
 
 The two kinds of layer have rotary tables of their own: a frequency scaling applies to the full ones
-only.  GGUF stores norm weights with the +1 that Gemma's (1 + w) asks for already added.
+only.  GGUF stores norm weights with the +1 that Gemma's (1 + w) asks for already added;
+transformers' checkpoints do not.
 """
 
 import math
-from collections.abc import Collection
 
 from infer.config import Activation, LayerConfig, ModelConfig, QkNorm, RopeConfig
-from infer.models import gemma, gguf_layout, hf_layout
-from infer.models.family import Family, HfConfig, Layout, Metadata
+from infer.errors import ConfigError
+from infer.models import checkpoint, gguf_layout
+from infer.models.checkpoint import HFConfig, Layout
+from infer.models.family import Family, Metadata
 
 # The 27B model alone scales queries by its hidden size per head; GGUF tells the sizes apart by
 # their layers.
@@ -44,39 +46,6 @@ def config(meta: Metadata) -> ModelConfig:
     ).validate()
 
 
-def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `gemma3_text`."""
-    fields = hf_layout.common_fields(hf, tensors)
-    fields["activation"] = Activation.GELU_TANH
-    head_dim = fields["head_dim"]
-    nested = "full_attention" in (hf.get("rope_parameters") or {})
-    local = RopeConfig(theta=float(hf.get("rope_local_base_freq", 1e4)))
-    sliding = LayerConfig(
-        rope=hf_layout.rope(hf, head_dim, layer_type="sliding_attention") if nested else local,
-        window=hf.get("sliding_window", 4096),
-    )
-    full = LayerConfig(
-        rope=hf_layout.rope(
-            hf if nested or "rope_theta" in hf else {**hf, "rope_theta": 1e6},
-            head_dim,
-            layer_type="full_attention",
-        )
-    )
-    pattern = hf_layout.every(
-        hf_layout.integer(hf, "num_hidden_layers"), hf.get("sliding_window_pattern", 6)
-    )
-    return ModelConfig(
-        **fields,
-        layers=hf_layout.layers(hf, full, sliding, pattern),
-        embedding_scale=math.sqrt(fields["hidden_size"]),
-        query_scale=hf.get("query_pre_attn_scalar", 256) ** -0.5,
-        qk_norm=QkNorm.HEAD,
-        post_norms=True,
-        attn_softcap=hf.get("attn_logit_softcapping"),
-        final_softcap=hf.get("final_logit_softcapping"),
-    ).validate()
-
-
 def layer_pattern(
     full: LayerConfig, sliding: LayerConfig, num_layers: int, pattern: int
 ) -> tuple[LayerConfig, ...]:
@@ -84,11 +53,109 @@ def layer_pattern(
     return tuple(full if (i + 1) % pattern == 0 else sliding for i in range(num_layers))
 
 
+# What an absent key means: the defaults of transformers' Gemma3TextConfig, on which the published
+# multimodal checkpoints rely.
+_DEFAULTS = dict(
+    vocab_size=262_208,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=131_072,
+)
+_NUM_LAYERS, _WINDOW, _PATTERN = 26, 4096, 6
+
+
+def config_from_hf(hf: HFConfig) -> ModelConfig:
+    """Return the configuration that a Gemma 3 config.json describes; of a multimodal one, the text
+    model's.
+    """
+    text = hf.section("text_config") or hf
+    text.refuse("attention_bias")
+    text.refuse("use_bidirectional_attention")
+    tied = hf.flag("tie_word_embeddings", True)
+    fields = checkpoint.common_fields(text, "gemma3", tied=tied, **_DEFAULTS)
+    if text is not hf:  # a multimodal file has the ids outside
+        fields |= {"bos_id": next(iter(hf.ids("bos_token_id")), fields["bos_id"])}
+        fields |= {"eos_ids": hf.ids("eos_token_id") or fields["eos_ids"]}
+    full = LayerConfig(
+        rope=checkpoint.rope_of(text, fields["head_dim"], layer_type="full_attention", theta=1e6)
+    )
+    sliding = LayerConfig(
+        rope=checkpoint.rope_of(
+            text,
+            fields["head_dim"],
+            layer_type="sliding_attention",
+            theta=1e4,
+            theta_key="rope_local_base_freq",
+            scaled=False,
+        ),
+        window=text.integer("sliding_window", _WINDOW),
+    )
+    scalar = text.number("query_pre_attn_scalar", 256.0)
+    return ModelConfig(
+        **fields,
+        layers=_layers_of_hf(text, full, sliding),
+        activation=text.activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
+        embedding_scale=math.sqrt(fields["hidden_size"]),
+        query_scale=scalar**-0.5 if scalar > 0 else None,
+        qk_norm=QkNorm.HEAD,
+        post_norms=True,
+        attn_softcap=text.number("attn_logit_softcapping", None),
+        final_softcap=text.number("final_logit_softcapping", None),
+    ).validate()
+
+
+def _layers_of_hf(
+    text: HFConfig, full: LayerConfig, sliding: LayerConfig
+) -> tuple[LayerConfig, ...]:
+    """Return the layers, by `layer_types` or by the older `sliding_window_pattern`."""
+    count = checkpoint.num_layers(text, _NUM_LAYERS)
+    types = text.texts("layer_types")
+    if not types:
+        pattern = text.integer("sliding_window_pattern", _PATTERN)
+        if pattern < 1:
+            raise ConfigError(
+                f"{text.where}: sliding_window_pattern is {pattern}, must be at least 1"
+            )
+        return layer_pattern(full, sliding, count, pattern)
+    kinds = {"full_attention": full, "sliding_attention": sliding}
+    if len(types) != count or set(types) - set(kinds):
+        raise ConfigError(
+            f"{text.where}: layer_types has {len(types)} entries of {sorted(set(types))}; must be"
+            f" {count} of {sorted(kinds)}"
+        )
+    return tuple(kinds[kind] for kind in types)
+
+
 FAMILY = Family(
     name="gemma3",
     config=config,
-    gguf=Layout(layer_names=gguf_layout.LAYER_NAMES, global_names=gguf_layout.GLOBAL_NAMES),
-    model_types=("gemma3_text",),
-    config_from_hf=config_from_hf,
-    hf=gemma.GEMMA2.hf,
+    layer_names=gguf_layout.LAYER_NAMES,
+    global_names=gguf_layout.GLOBAL_NAMES,
+    hf=Layout(
+        architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        model_types=("gemma3_text", "gemma3"),
+        config=config_from_hf,
+        layer_names=checkpoint.LAYER_NAMES
+        | {
+            "q_norm": "model.layers.{i}.self_attn.q_norm.weight",
+            "k_norm": "model.layers.{i}.self_attn.k_norm.weight",
+            "post_attn_norm": "model.layers.{i}.post_attention_layernorm.weight",
+            "mlp_norm": "model.layers.{i}.pre_feedforward_layernorm.weight",
+            "post_mlp_norm": "model.layers.{i}.post_feedforward_layernorm.weight",
+        },
+        global_names=checkpoint.GLOBAL_NAMES,
+        prefixes={
+            # The multimodal checkpoints as published, and as transformers 5 writes them.
+            "language_model.": "",
+            "model.language_model.": "model.",
+            "vision_tower.": None,
+            "multi_modal_projector.": None,
+            "model.vision_tower.": None,
+            "model.multi_modal_projector.": None,
+        },
+        norm_plus_one=True,
+    ),
 )

@@ -6,14 +6,16 @@ import numpy as np
 
 from infer.config import LayerConfig, RopeConfig, RopeScaling, RopeScalingKind
 from infer.errors import ConfigError
+from infer.models import rows
 from infer.models.family import Metadata
+from infer.models.rows import Part
 
 # Tensors that are part of the configuration: divisors of rotary frequencies.
 DIVISORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 CONFIG_TENSORS = (DIVISORS, LONG_FACTORS, SHORT_FACTORS)
 
-GLOBAL_NAMES = {
+GLOBAL_NAMES: dict[str, str | Part] = {
     "embed": "token_embd.weight",
     "final_norm": "output_norm.weight",
     "final_norm_bias": "output_norm.bias",
@@ -21,7 +23,7 @@ GLOBAL_NAMES = {
     "positions": "position_embd.weight",
 }
 
-LAYER_NAMES = {
+LAYER_NAMES: dict[str, str | Part] = {
     "attn_norm": "blk.{i}.attn_norm.weight",
     "attn_norm_bias": "blk.{i}.attn_norm.bias",
     "q": "blk.{i}.attn_q.weight",
@@ -46,16 +48,11 @@ LAYER_NAMES = {
     "post_mlp_norm": "blk.{i}.post_ffw_norm.weight",
 }
 
-# q, k and v in one tensor, gate and up in one.
-_QKV, _QKV_BIAS = "blk.{i}.attn_qkv.weight", "blk.{i}.attn_qkv.bias"
-FUSED_QKV_NAMES = {"q": _QKV, "k": _QKV, "v": _QKV} | {
-    "q_bias": _QKV_BIAS,
-    "k_bias": _QKV_BIAS,
-    "v_bias": _QKV_BIAS,
-}
-FUSED_QKV = {_QKV: ("q", "k", "v"), _QKV_BIAS: ("q_bias", "k_bias", "v_bias")}
-FUSED_GATE_NAMES = {"gate": LAYER_NAMES["up"]}
-FUSED_GATE = {LAYER_NAMES["up"]: ("gate", "up")}
+QKV_NAME, QKV_BIAS_NAME = "blk.{i}.attn_qkv.weight", "blk.{i}.attn_qkv.bias"
+QKV = rows.stacked(QKV_NAME, "q", "k", "v") | rows.stacked(
+    QKV_BIAS_NAME, "q_bias", "k_bias", "v_bias"
+)
+GATE_UP = rows.stacked("blk.{i}.ffn_up.weight", "gate", "up")
 
 
 def common_fields(meta: Metadata, arch: str) -> dict[str, Any]:

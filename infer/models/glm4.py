@@ -2,11 +2,11 @@
 in one tensor.
 """
 
-from collections.abc import Collection
-
 from infer.config import LayerConfig, ModelConfig
-from infer.models import gguf_layout, hf_layout
-from infer.models.family import Family, HfConfig, Layout, Metadata
+from infer.models import checkpoint, gguf_layout
+from infer.models.checkpoint import HFConfig, Layout
+from infer.models.family import Family, Metadata
+from infer.models.rows import adjacent_pairs, stacked
 
 
 def config(meta: Metadata) -> ModelConfig:
@@ -21,40 +21,39 @@ def config(meta: Metadata) -> ModelConfig:
     ).validate()
 
 
-def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `glm4`."""
-    fields = hf_layout.common_fields(hf, tensors)
-    layer = LayerConfig(rope=hf_layout.rope(hf, fields["head_dim"], partial=0.5))
+def config_from_hf(hf: HFConfig) -> ModelConfig:
+    """Return the configuration that the config.json of a GLM-4 (0414) describes."""
+    fields = checkpoint.common_fields(
+        hf, "glm4", head_dim=128, num_key_value_heads=2, max_position_embeddings=131_072
+    )
+    layer = LayerConfig(rope=checkpoint.rope_of(hf, fields["head_dim"], partial=0.5))
     return ModelConfig(
         **fields,
-        layers=hf_layout.layers(hf, layer, layer),
-        qkv_bias=hf.get("attention_bias", True),
+        layers=(layer,) * checkpoint.num_layers(hf),
+        activation=hf.activation("hidden_act", default="silu"),
+        qkv_bias=hf.flag("attention_bias", True),
         post_norms=True,
     ).validate()
 
 
-_LAYER = "model.layers.{i}."
 FAMILY = Family(
     name="glm4",
     config=config,
-    gguf=Layout(
-        layer_names=gguf_layout.LAYER_NAMES | gguf_layout.FUSED_GATE_NAMES,
-        global_names=gguf_layout.GLOBAL_NAMES,
-        fused=gguf_layout.FUSED_GATE,
-        adjacent_pairs=True,
-    ),
-    model_types=("glm4",),
-    config_from_hf=config_from_hf,
+    layer_names=gguf_layout.LAYER_NAMES
+    | gguf_layout.GATE_UP
+    | adjacent_pairs(gguf_layout.LAYER_NAMES),
+    global_names=gguf_layout.GLOBAL_NAMES,
     hf=Layout(
-        layer_names=hf_layout.LAYER_NAMES
-        | hf_layout.FUSED_GATE_NAMES
+        architectures=("Glm4ForCausalLM",),
+        model_types=("glm4",),
+        config=config_from_hf,
+        layer_names=checkpoint.LAYER_NAMES
+        | adjacent_pairs(checkpoint.LAYER_NAMES)
+        | stacked(checkpoint.GATE_UP_NAME, "gate", "up")
         | {
-            "post_attn_norm": _LAYER + "post_self_attn_layernorm.weight",
-            "post_mlp_norm": _LAYER + "post_mlp_layernorm.weight",
+            "post_attn_norm": "model.layers.{i}.post_self_attn_layernorm.weight",
+            "post_mlp_norm": "model.layers.{i}.post_mlp_layernorm.weight",
         },
-        global_names=hf_layout.GLOBAL_NAMES,
-        fused=hf_layout.FUSED_GATE,
-        adjacent_pairs=True,
-        ignored=hf_layout.IGNORED,
+        global_names=checkpoint.GLOBAL_NAMES,
     ),
 )

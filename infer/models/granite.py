@@ -2,11 +2,10 @@
 on the logits.
 """
 
-from collections.abc import Collection
-
 from infer.config import LayerConfig, ModelConfig
-from infer.models import gguf_layout, hf_layout, llama
-from infer.models.family import Family, HfConfig, Metadata
+from infer.models import checkpoint, gguf_layout, llama
+from infer.models.checkpoint import HFConfig, Layout
+from infer.models.family import Family, Metadata
 
 
 def config(meta: Metadata) -> ModelConfig:
@@ -19,10 +18,8 @@ def config(meta: Metadata) -> ModelConfig:
     divisor = factor("logit_scale")
     return ModelConfig(
         **fields,
+        **llama.biases(meta),
         layers=(layer,) * meta.meta_int("granite.block_count"),
-        qkv_bias=gguf_layout.has_bias(meta, "attn_q"),
-        o_bias=gguf_layout.has_bias(meta, "attn_output"),
-        mlp_bias=gguf_layout.has_bias(meta, "ffn_up"),
         embedding_scale=factor("embedding_scale"),
         query_scale=factor("attention.scale"),
         residual_scale=factor("residual_scale"),
@@ -30,28 +27,32 @@ def config(meta: Metadata) -> ModelConfig:
     ).validate()
 
 
-def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `granite`."""
-    fields = hf_layout.common_fields(hf, tensors)
-    layer = LayerConfig(rope=hf_layout.rope(hf, fields["head_dim"]))
+def config_from_hf(hf: HFConfig) -> ModelConfig:
+    """Return the configuration that the config.json of a Granite describes."""
+    fields = checkpoint.common_fields(hf, "granite", max_position_embeddings=2048)
+    layer = LayerConfig(rope=checkpoint.rope_of(hf, fields["head_dim"]))
     return ModelConfig(
         **fields,
-        layers=hf_layout.layers(hf, layer, layer),
-        qkv_bias=hf.get("attention_bias", False),
-        o_bias=hf.get("attention_bias", False),
-        mlp_bias=hf.get("mlp_bias", False),
-        embedding_scale=hf.get("embedding_multiplier", 1.0),
-        query_scale=hf.get("attention_multiplier", 1.0),
-        residual_scale=hf.get("residual_multiplier", 1.0),
-        logit_scale=1 / hf.get("logits_scaling", 1.0),
+        **llama.biases_of_hf(hf),
+        layers=(layer,) * checkpoint.num_layers(hf),
+        activation=hf.activation("hidden_act", default="silu"),
+        embedding_scale=hf.number("embedding_multiplier", 1.0),
+        query_scale=hf.number("attention_multiplier", 1.0),
+        residual_scale=hf.number("residual_multiplier", 1.0),
+        logit_scale=1 / hf.number("logits_scaling", 1.0),
     ).validate()
 
 
 FAMILY = Family(
     name="granite",
     config=config,
-    gguf=llama.FAMILY.gguf,
-    model_types=("granite",),
-    config_from_hf=config_from_hf,
-    hf=llama.HF,
+    layer_names=llama.GGUF_LAYER_NAMES,
+    global_names=gguf_layout.GLOBAL_NAMES,
+    hf=Layout(
+        architectures=("GraniteForCausalLM",),
+        model_types=("granite",),
+        config=config_from_hf,
+        layer_names=checkpoint.LAYER_NAMES,
+        global_names=checkpoint.GLOBAL_NAMES,
+    ),
 )

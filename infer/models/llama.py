@@ -2,12 +2,14 @@
 Mistral's GGUF files too.
 """
 
-from collections.abc import Collection
+from typing import Any
 
 from infer.config import LayerConfig, ModelConfig
 from infer.errors import ConfigError
-from infer.models import gguf_layout, hf_layout
-from infer.models.family import Family, HfConfig, Layout, Metadata
+from infer.models import checkpoint, gguf_layout
+from infer.models.checkpoint import HFConfig, Layout
+from infer.models.family import Family, Metadata
+from infer.models.rows import adjacent_pairs
 
 
 def config(meta: Metadata) -> ModelConfig:
@@ -21,41 +23,51 @@ def config(meta: Metadata) -> ModelConfig:
     sliding = LayerConfig(rope=rope, window=gguf_layout.window(meta, "llama"))
     return ModelConfig(
         **fields,
+        **biases(meta),
         layers=gguf_layout.layers(meta, "llama", LayerConfig(rope=rope), sliding),
+    ).validate()
+
+
+def biases(meta: Metadata) -> dict[str, Any]:
+    """Return which of a Llama's products have a bias, by the tensors of its first layer."""
+    return dict(
         qkv_bias=gguf_layout.has_bias(meta, "attn_q"),
         o_bias=gguf_layout.has_bias(meta, "attn_output"),
         mlp_bias=gguf_layout.has_bias(meta, "ffn_up"),
-    ).validate()
+    )
 
 
-def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `llama`."""
-    fields = hf_layout.common_fields(hf, tensors)
-    full = LayerConfig(rope=hf_layout.rope(hf, fields["head_dim"]))
+def config_from_hf(hf: HFConfig) -> ModelConfig:
+    """Return the configuration that the config.json of a LlamaForCausalLM describes."""
+    fields = checkpoint.common_fields(hf, "llama", max_position_embeddings=2048)
+    rope = checkpoint.rope_of(hf, fields["head_dim"])
     return ModelConfig(
         **fields,
-        layers=hf_layout.layers(hf, full, full),
-        qkv_bias=hf.get("attention_bias", False),
-        o_bias=hf.get("attention_bias", False),
-        mlp_bias=hf.get("mlp_bias", False),
+        **biases_of_hf(hf),
+        layers=(LayerConfig(rope=rope),) * checkpoint.num_layers(hf),
+        activation=hf.activation("hidden_act", default="silu"),
     ).validate()
 
 
-HF = Layout(
-    layer_names=hf_layout.LAYER_NAMES,
-    global_names=hf_layout.GLOBAL_NAMES,
-    ignored=hf_layout.IGNORED,
-)
+def biases_of_hf(hf: HFConfig) -> dict[str, Any]:
+    """Return which of a Llama's products have a bias, as config.json says."""
+    attention = hf.flag("attention_bias", False)
+    return dict(qkv_bias=attention, o_bias=attention, mlp_bias=hf.flag("mlp_bias", False))
+
+
+# Of all families that converters permute like Llama.
+GGUF_LAYER_NAMES = gguf_layout.LAYER_NAMES | adjacent_pairs(gguf_layout.LAYER_NAMES)
 
 FAMILY = Family(
     name="llama",
     config=config,
-    gguf=Layout(
-        layer_names=gguf_layout.LAYER_NAMES,
-        global_names=gguf_layout.GLOBAL_NAMES,
-        adjacent_pairs=True,
+    layer_names=GGUF_LAYER_NAMES,
+    global_names=gguf_layout.GLOBAL_NAMES,
+    hf=Layout(
+        architectures=("LlamaForCausalLM",),
+        model_types=("llama",),
+        config=config_from_hf,
+        layer_names=checkpoint.LAYER_NAMES,
+        global_names=checkpoint.GLOBAL_NAMES,
     ),
-    model_types=("llama",),
-    config_from_hf=config_from_hf,
-    hf=HF,
 )

@@ -2,26 +2,44 @@
 files have the architecture `llama`.
 """
 
-from collections.abc import Collection
+import functools
 
 from infer.config import LayerConfig, ModelConfig
-from infer.models import hf_layout, llama
-from infer.models.family import Family, HfConfig
+from infer.models import checkpoint
+from infer.models.checkpoint import HFConfig, Layout
+from infer.models.family import Family
 
 
-def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `mistral` or `ministral`."""
-    fields = hf_layout.common_fields(hf, tensors)
-    rope = hf_layout.rope(hf, fields["head_dim"])
-    sliding = LayerConfig(rope=rope, window=hf.get("sliding_window"))
-    all_slide = ["sliding_attention"] * hf_layout.integer(hf, "num_hidden_layers")
-    full = LayerConfig(rope=rope)
-    return ModelConfig(**fields, layers=hf_layout.layers(hf, full, sliding, all_slide)).validate()
+def config_from_hf(hf: HFConfig, family: str) -> ModelConfig:
+    """Return the configuration that the config.json of a Mistral or Ministral describes."""
+    # Mistral 7B's first version, whose file says little, is what absent keys mean.
+    fields = checkpoint.common_fields(
+        hf, family, max_position_embeddings=131_072, num_key_value_heads=8
+    )
+    rope = checkpoint.rope_of(hf, fields["head_dim"])
+    full, sliding = (
+        LayerConfig(rope=rope, window=window) for window in (None, hf.window("sliding_window"))
+    )
+    default = [checkpoint.SLIDING] * checkpoint.num_layers(hf)
+    return ModelConfig(
+        **fields,
+        layers=checkpoint.layers_of(hf, full, sliding, default),
+        activation=hf.activation("hidden_act", default="silu"),
+    ).validate()
 
 
-FAMILY = Family(
-    name="mistral",
-    model_types=("mistral", "ministral"),
-    config_from_hf=config_from_hf,
-    hf=llama.HF,
-)
+def _family(name: str, architecture: str) -> Family:
+    return Family(
+        name=name,
+        hf=Layout(
+            architectures=(architecture,),
+            model_types=(name,),
+            config=functools.partial(config_from_hf, family=name),
+            layer_names=checkpoint.LAYER_NAMES,
+            global_names=checkpoint.GLOBAL_NAMES,
+        ),
+    )
+
+
+MISTRAL = _family("mistral", "MistralForCausalLM")
+MINISTRAL = _family("ministral", "MinistralForCausalLM")

@@ -1,12 +1,12 @@
 """OLMo 2: norms only after each block, and on the full width of q and k."""
 
-from collections.abc import Collection
 from typing import Any
 
 from infer.config import LayerConfig, ModelConfig, QkNorm
 from infer.errors import ConfigError
-from infer.models import gguf_layout, hf_layout
-from infer.models.family import Family, HfConfig, Layout, Metadata
+from infer.models import checkpoint, gguf_layout, llama
+from infer.models.checkpoint import HFConfig, Layout
+from infer.models.family import Family, Metadata
 
 _NORMS: dict[str, Any] = dict(pre_norms=False, post_norms=True, qk_norm=QkNorm.FULL)
 
@@ -21,28 +21,29 @@ def config(meta: Metadata) -> ModelConfig:
     return ModelConfig(**fields, **_NORMS, layers=(layer,) * num_layers).validate()
 
 
-def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `olmo2`."""
-    fields = hf_layout.common_fields(hf, tensors)
-    layer = LayerConfig(rope=hf_layout.rope(hf, fields["head_dim"]))
+def config_from_hf(hf: HFConfig) -> ModelConfig:
+    """Return the configuration that the config.json of an OLMo 2 describes."""
+    fields = checkpoint.common_fields(hf, "olmo2", max_position_embeddings=2048, rms_norm_eps=1e-5)
+    layer = LayerConfig(rope=checkpoint.rope_of(hf, fields["head_dim"]))
     return ModelConfig(
         **fields,
         **_NORMS,
-        layers=hf_layout.layers(hf, layer, layer),
-        qkv_bias=hf.get("attention_bias", False),
-        o_bias=hf.get("attention_bias", False),
+        **llama.biases_of_hf(hf),
+        layers=(layer,) * checkpoint.num_layers(hf),
+        activation=hf.activation("hidden_act", default="silu"),
     ).validate()
 
 
 FAMILY = Family(
     name="olmo2",
     config=config,
-    gguf=Layout(layer_names=gguf_layout.LAYER_NAMES, global_names=gguf_layout.GLOBAL_NAMES),
-    model_types=("olmo2",),
-    config_from_hf=config_from_hf,
+    layer_names=gguf_layout.LAYER_NAMES,
+    global_names=gguf_layout.GLOBAL_NAMES,
     hf=Layout(
-        layer_names=hf_layout.LAYER_NAMES | hf_layout.SANDWICH_NAMES,
-        global_names=hf_layout.GLOBAL_NAMES,
-        ignored=hf_layout.IGNORED,
+        architectures=("Olmo2ForCausalLM",),
+        model_types=("olmo2",),
+        config=config_from_hf,
+        layer_names=checkpoint.LAYER_NAMES | checkpoint.SANDWICH_NAMES,
+        global_names=checkpoint.GLOBAL_NAMES,
     ),
 )

@@ -2,11 +2,11 @@
 Phi-4-mini a rotation of a part of each head.
 """
 
-from collections.abc import Collection
-
 from infer.config import LayerConfig, ModelConfig
-from infer.models import gguf_layout, hf_layout
-from infer.models.family import Family, HfConfig, Layout, Metadata
+from infer.models import checkpoint, gguf_layout
+from infer.models.checkpoint import HFConfig, Layout
+from infer.models.family import Family, Metadata
+from infer.models.rows import stacked
 
 
 def config(meta: Metadata) -> ModelConfig:
@@ -17,33 +17,31 @@ def config(meta: Metadata) -> ModelConfig:
     return ModelConfig(**fields, layers=(layer,) * meta.meta_int("phi3.block_count")).validate()
 
 
-def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `phi3`."""
-    fields = hf_layout.common_fields(hf, tensors)
+def config_from_hf(hf: HFConfig) -> ModelConfig:
+    """Return the configuration that the config.json of a Phi-3 or Phi-4 describes."""
+    fields = checkpoint.common_fields(hf, "phi3", max_position_embeddings=4096)
     layer = LayerConfig(
-        rope=hf_layout.rope(hf, fields["head_dim"]), window=hf.get("sliding_window")
+        rope=checkpoint.rope_of(hf, fields["head_dim"]), window=hf.window("sliding_window")
     )
     return ModelConfig(
-        **fields, layers=(layer,) * hf_layout.integer(hf, "num_hidden_layers")
+        **fields,
+        layers=(layer,) * checkpoint.num_layers(hf),
+        activation=hf.activation("hidden_act", default="silu"),
     ).validate()
 
 
 FAMILY = Family(
     name="phi3",
     config=config,
-    gguf=Layout(
-        layer_names=gguf_layout.LAYER_NAMES
-        | gguf_layout.FUSED_QKV_NAMES
-        | gguf_layout.FUSED_GATE_NAMES,
-        global_names=gguf_layout.GLOBAL_NAMES,
-        fused=gguf_layout.FUSED_QKV | gguf_layout.FUSED_GATE,
-    ),
-    model_types=("phi3",),
-    config_from_hf=config_from_hf,
+    layer_names=gguf_layout.LAYER_NAMES | gguf_layout.QKV | gguf_layout.GATE_UP,
+    global_names=gguf_layout.GLOBAL_NAMES,
     hf=Layout(
-        layer_names=hf_layout.LAYER_NAMES | hf_layout.FUSED_QKV_NAMES | hf_layout.FUSED_GATE_NAMES,
-        global_names=hf_layout.GLOBAL_NAMES,
-        fused=hf_layout.FUSED_QKV | hf_layout.FUSED_GATE,
-        ignored=hf_layout.IGNORED,
+        architectures=("Phi3ForCausalLM",),
+        model_types=("phi3",),
+        config=config_from_hf,
+        layer_names=checkpoint.LAYER_NAMES
+        | stacked(checkpoint.QKV_NAME, "q", "k", "v")
+        | stacked(checkpoint.GATE_UP_NAME, "gate", "up"),
+        global_names=checkpoint.GLOBAL_NAMES,
     ),
 )

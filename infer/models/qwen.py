@@ -1,59 +1,71 @@
 """Qwen 2, with biases on q, k and v, and Qwen 3, with a norm on each head of q and k instead."""
 
-import dataclasses
 import functools
-from collections.abc import Collection
+from typing import Any
 
 from infer.config import LayerConfig, ModelConfig, QkNorm
-from infer.models import gguf_layout, hf_layout, llama
-from infer.models.family import Family, HfConfig, Layout, Metadata
+from infer.models import checkpoint, gguf_layout
+from infer.models.checkpoint import FULL, SLIDING, HFConfig, Layout
+from infer.models.family import Family, Metadata
 
 
-def config(meta: Metadata, arch: str, qk_norm: QkNorm) -> ModelConfig:
+def config(meta: Metadata, family: str, qk_norm: QkNorm) -> ModelConfig:
     """Return the configuration that a GGUF file of architecture `qwen2` or `qwen3` describes."""
-    fields = gguf_layout.common_fields(meta, arch)
-    full = LayerConfig(rope=gguf_layout.rope(meta, arch, fields["head_dim"]))
+    fields = gguf_layout.common_fields(meta, family)
+    full = LayerConfig(rope=gguf_layout.rope(meta, family, fields["head_dim"]))
+    layers = (full,) * meta.meta_int(f"{family}.block_count")
+    # Converters may note the window of a model that does not use it: it counts with a pattern only.
+    if f"{family}.attention.sliding_window_pattern" in meta.metadata:
+        sliding = LayerConfig(rope=full.rope, window=gguf_layout.window(meta, family))
+        layers = gguf_layout.layers(meta, family, full, sliding)
     return ModelConfig(
         **fields,
-        layers=(full,) * meta.meta_int(f"{arch}.block_count"),
+        layers=layers,
         qkv_bias=gguf_layout.has_bias(meta, "attn_q"),
         qk_norm=qk_norm,
     ).validate()
 
 
-def config_from_hf(hf: HfConfig, tensors: Collection[str], qk_norm: QkNorm) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `qwen2` or `qwen3`."""
-    fields = hf_layout.common_fields(hf, tensors)
-    rope = hf_layout.rope(hf, fields["head_dim"])
-    num_layers = hf_layout.integer(hf, "num_hidden_layers")
+def config_from_hf(hf: HFConfig, family: str, qk_norm: QkNorm) -> ModelConfig:
+    """Return the configuration that the config.json of a Qwen 2 or Qwen 3 describes."""
+    is_3 = qk_norm is QkNorm.HEAD
+    defaults: dict[str, Any] = dict(head_dim=128) if is_3 else {}
+    fields = checkpoint.common_fields(hf, family, max_position_embeddings=32768, **defaults)
+    rope = checkpoint.rope_of(hf, fields["head_dim"])
+    slides = hf.flag("use_sliding_window", False)
     # The first max_window_layers are full, the window is for those after them.
-    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-    first = hf.get("max_window_layers", 28)
-    by_index = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    sliding = LayerConfig(rope=rope, window=window)
-    bias = True if qk_norm is QkNorm.NONE else hf.get("attention_bias", False)
+    first = hf.integer("max_window_layers", 28) if slides else 1 << 30
+    default = [SLIDING if i >= first else FULL for i in range(checkpoint.num_layers(hf))]
+    window = hf.window("sliding_window", 4096) if slides else None
+    layers = checkpoint.layers_of(
+        hf, LayerConfig(rope=rope), LayerConfig(rope=rope, window=window), default
+    )
+    bias = hf.flag("attention_bias", False) if is_3 else True
     return ModelConfig(
         **fields,
-        layers=hf_layout.layers(hf, LayerConfig(rope=rope), sliding, by_index),
+        layers=layers,
+        activation=hf.activation("hidden_act", default="silu"),
         qkv_bias=bias,
-        o_bias=False if qk_norm is QkNorm.NONE else bias,
+        o_bias=bias and is_3,
         qk_norm=qk_norm,
     ).validate()
 
 
-QWEN2 = Family(
-    name="qwen2",
-    config=functools.partial(config, arch="qwen2", qk_norm=QkNorm.NONE),
-    gguf=Layout(layer_names=gguf_layout.LAYER_NAMES, global_names=gguf_layout.GLOBAL_NAMES),
-    model_types=("qwen2",),
-    config_from_hf=functools.partial(config_from_hf, qk_norm=QkNorm.NONE),
-    hf=llama.HF,
-)
+def _family(name: str, architecture: str, qk_norm: QkNorm) -> Family:
+    return Family(
+        name=name,
+        config=functools.partial(config, family=name, qk_norm=qk_norm),
+        layer_names=gguf_layout.LAYER_NAMES,
+        global_names=gguf_layout.GLOBAL_NAMES,
+        hf=Layout(
+            architectures=(architecture,),
+            model_types=(name,),
+            config=functools.partial(config_from_hf, family=name, qk_norm=qk_norm),
+            layer_names=checkpoint.LAYER_NAMES,
+            global_names=checkpoint.GLOBAL_NAMES,
+        ),
+    )
 
-QWEN3 = dataclasses.replace(
-    QWEN2,
-    name="qwen3",
-    config=functools.partial(config, arch="qwen3", qk_norm=QkNorm.HEAD),
-    model_types=("qwen3",),
-    config_from_hf=functools.partial(config_from_hf, qk_norm=QkNorm.HEAD),
-)
+
+QWEN2 = _family("qwen2", "Qwen2ForCausalLM", QkNorm.NONE)
+QWEN3 = _family("qwen3", "Qwen3ForCausalLM", QkNorm.HEAD)

@@ -1,5 +1,7 @@
 """The families that this version runs.  A new one is a file beside this and a line here."""
 
+from collections.abc import Sequence
+
 from infer.errors import ConfigError
 from infer.models import (
     cohere2,
@@ -16,11 +18,13 @@ from infer.models import (
     smollm3,
     starcoder2,
 )
+from infer.models.checkpoint import Layout
 from infer.models.family import Family
 
 _ALL = (
     llama.FAMILY,
-    mistral.FAMILY,
+    mistral.MISTRAL,
+    mistral.MINISTRAL,
     qwen.QWEN2,
     qwen.QWEN3,
     gemma.GEMMA,
@@ -36,21 +40,34 @@ _ALL = (
     gpt2.FAMILY,
 )
 FAMILIES = {family.name: family for family in _ALL}
-_GGUF = {family.name: family for family in _ALL if family.gguf is not None}
-_HF = {model_type: family for family in _ALL for model_type in family.model_types}
 
 
 def family_of(architecture: str) -> Family:
     """Return the family of a GGUF architecture name; ConfigError lists what there is."""
-    return _known(architecture, _GGUF, "architecture")
+    known = {name: family for name, family in FAMILIES.items() if family.config is not None}
+    if architecture not in known:
+        raise ConfigError(
+            f"architecture {architecture!r} is not supported; this version runs {sorted(known)}"
+        )
+    return known[architecture]
 
 
-def family_of_hf(model_type: str) -> Family:
-    """Return the family of a `model_type` of transformers; ConfigError lists what there is."""
-    return _known(model_type, _HF, "model type")
+def layouts() -> list[Layout]:
+    """Return how checkpoints in transformers' layout are read, one layout a family."""
+    return [family.hf for family in FAMILIES.values() if family.hf is not None]
 
 
-def _known(name: str, families: dict[str, Family], what: str) -> Family:
-    if name not in families:
-        raise ConfigError(f"{what} {name!r} is not supported; this version runs {sorted(families)}")
-    return families[name]
+def layout_of(architectures: Sequence[str], model_type: str = "") -> Layout:
+    """Return the layout of a config.json's `architectures`, or of its `model_type` where it has
+    none; ConfigError lists what there is.
+    """
+    for layout in layouts():
+        if set(architectures) & set(layout.architectures):
+            return layout
+        if not architectures and model_type in layout.model_types:
+            return layout
+    known = sorted(name for layout in layouts() for name in layout.architectures)
+    raise ConfigError(
+        f"architecture {', '.join(architectures)[:200] or model_type[:200] or 'none'!r} is not"
+        f" supported; this version runs {', '.join(known)}"
+    )

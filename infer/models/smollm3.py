@@ -1,10 +1,10 @@
 """SmolLM3: Llama in which every fourth layer turns nothing (NoPE)."""
 
-from collections.abc import Collection
-
 from infer.config import LayerConfig, ModelConfig
-from infer.models import gguf_layout, hf_layout, llama
-from infer.models.family import Family, HfConfig, Metadata
+from infer.errors import ConfigError
+from infer.models import checkpoint, gguf_layout, llama
+from infer.models.checkpoint import HFConfig, Layout
+from infer.models.family import Family, Metadata
 
 # GGUF has no key for it.
 _PERIOD = 4
@@ -18,41 +18,46 @@ def config(meta: Metadata) -> ModelConfig:
     num_layers = meta.meta_int("smollm3.block_count")
     return ModelConfig(
         **fields,
+        **llama.biases(meta),
         layers=tuple(plain if (i + 1) % _PERIOD == 0 else turned for i in range(num_layers)),
-        qkv_bias=gguf_layout.has_bias(meta, "attn_q"),
-        o_bias=gguf_layout.has_bias(meta, "attn_output"),
-        mlp_bias=gguf_layout.has_bias(meta, "ffn_up"),
     ).validate()
 
 
-def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `smollm3`."""
-    fields = hf_layout.common_fields(hf, tensors)
-    rope = hf_layout.rope(hf, fields["head_dim"])
-    num_layers = hf_layout.integer(hf, "num_hidden_layers")
-    period = hf.get("no_rope_layer_interval", _PERIOD)
+def config_from_hf(hf: HFConfig) -> ModelConfig:
+    """Return the configuration that the config.json of a SmolLM3 describes."""
+    fields = checkpoint.common_fields(
+        hf, "smollm3", tied=True, max_position_embeddings=32768, num_key_value_heads=4
+    )
+    rope, count = checkpoint.rope_of(hf, fields["head_dim"]), checkpoint.num_layers(hf)
+    period = hf.integer("no_rope_layer_interval", _PERIOD)
     # In spite of its name: 1 where a layer turns.
-    turns = hf.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(num_layers)]
-    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-    default = ["full_attention" if turn else "sliding_attention" for turn in turns]
-    windows = hf_layout.layers(hf, LayerConfig(), LayerConfig(window=window), default)
+    turns = hf.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(count)]
+    if not isinstance(turns, list) or len(turns) != count or set(turns) - {0, 1}:
+        raise ConfigError(f"{hf.where}: no_rope_layers must be {count} numbers, 0 or 1")
+    window = hf.window("sliding_window") if hf.flag("use_sliding_window", False) else None
+    default = [checkpoint.FULL if turn else checkpoint.SLIDING for turn in turns]
+    windows = checkpoint.layers_of(hf, LayerConfig(), LayerConfig(window=window), default)
     return ModelConfig(
         **fields,
+        **llama.biases_of_hf(hf),
         layers=tuple(
             LayerConfig(rope=rope if turn else None, window=layer.window)
             for turn, layer in zip(turns, windows, strict=True)
         ),
-        qkv_bias=hf.get("attention_bias", False),
-        o_bias=hf.get("attention_bias", False),
-        mlp_bias=hf.get("mlp_bias", False),
+        activation=hf.activation("hidden_act", default="silu"),
     ).validate()
 
 
 FAMILY = Family(
     name="smollm3",
     config=config,
-    gguf=llama.FAMILY.gguf,
-    model_types=("smollm3",),
-    config_from_hf=config_from_hf,
-    hf=llama.HF,
+    layer_names=llama.GGUF_LAYER_NAMES,
+    global_names=gguf_layout.GLOBAL_NAMES,
+    hf=Layout(
+        architectures=("SmolLM3ForCausalLM",),
+        model_types=("smollm3",),
+        config=config_from_hf,
+        layer_names=checkpoint.LAYER_NAMES,
+        global_names=checkpoint.GLOBAL_NAMES,
+    ),
 )

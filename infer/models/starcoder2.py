@@ -1,11 +1,11 @@
 """StarCoder2: LayerNorm, biases everywhere, a feed-forward without gate."""
 
-from collections.abc import Collection
 from typing import Any
 
 from infer.config import Activation, LayerConfig, ModelConfig, Norm
-from infer.models import gguf_layout, hf_layout
-from infer.models.family import Family, HfConfig, Layout, Metadata
+from infer.models import checkpoint, gguf_layout
+from infer.models.checkpoint import HFConfig, Layout
+from infer.models.family import Family, Metadata
 
 
 def _blocks(bias: bool) -> dict[str, Any]:
@@ -34,18 +34,20 @@ def config(meta: Metadata) -> ModelConfig:
     ).validate()
 
 
-def config_from_hf(hf: HfConfig, tensors: Collection[str]) -> ModelConfig:
-    """Return the configuration of a folder whose model type is `starcoder2`."""
-    fields = hf_layout.common_fields(hf, tensors)
-    fields["activation"] = hf_layout.activation(hf.get("hidden_act", "gelu_pytorch_tanh"))
-    fields["norm_eps"] = hf.get("norm_epsilon", 1e-5)
+def config_from_hf(hf: HFConfig) -> ModelConfig:
+    """Return the configuration that the config.json of a StarCoder2 describes."""
+    fields = checkpoint.common_fields(
+        hf, "starcoder2", tied=True, max_position_embeddings=4096, num_key_value_heads=2
+    )
+    fields["norm_eps"] = hf.number("norm_epsilon", 1e-5)
     layer = LayerConfig(
-        rope=hf_layout.rope(hf, fields["head_dim"]), window=hf.get("sliding_window")
+        rope=checkpoint.rope_of(hf, fields["head_dim"]), window=hf.window("sliding_window")
     )
     return ModelConfig(
         **fields,
-        **_blocks(hf.get("use_bias", True)),
-        layers=(layer,) * hf_layout.integer(hf, "num_hidden_layers"),
+        **_blocks(hf.flag("use_bias", True)),
+        layers=(layer,) * checkpoint.num_layers(hf),
+        activation=hf.activation("hidden_act", default="gelu_pytorch_tanh"),
     ).validate()
 
 
@@ -53,18 +55,19 @@ _MLP = "model.layers.{i}.mlp."
 FAMILY = Family(
     name="starcoder2",
     config=config,
-    gguf=Layout(layer_names=gguf_layout.LAYER_NAMES, global_names=gguf_layout.GLOBAL_NAMES),
-    model_types=("starcoder2",),
-    config_from_hf=config_from_hf,
+    layer_names=gguf_layout.LAYER_NAMES,
+    global_names=gguf_layout.GLOBAL_NAMES,
     hf=Layout(
-        layer_names=hf_layout.LAYER_NAMES
+        architectures=("Starcoder2ForCausalLM",),
+        model_types=("starcoder2",),
+        config=config_from_hf,
+        layer_names=checkpoint.LAYER_NAMES
         | {
             "up": _MLP + "c_fc.weight",
             "up_bias": _MLP + "c_fc.bias",
             "down": _MLP + "c_proj.weight",
             "down_bias": _MLP + "c_proj.bias",
         },
-        global_names=hf_layout.GLOBAL_NAMES,
-        ignored=hf_layout.IGNORED,
+        global_names=checkpoint.GLOBAL_NAMES,
     ),
 )

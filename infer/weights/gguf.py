@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64, Shaped, UInt8
+from jaxtyping import Shaped, UInt8
 
 from infer.errors import WeightFormatError
 from infer.quant.blocks import FORMATS, dequantize_numpy
@@ -246,40 +246,6 @@ class GGUFFile:
                 f" first are {some}"
             )
         return self.tensors[name]
-
-
-def rope_row_order(
-    num_heads: int, head_dim: int, rotary_dim: int | None = None
-) -> Int64[np.ndarray, " rows"]:
-    """Return, for each row of a projection with half-split rotary pairs, the GGUF row to take.
-
-    Converters of the Llama family store the rows of q and k so that a rotary pair is two
-    neighbours, (2i, 2i + 1); in the transformers layout a pair is (i, i + head_dim / 2).  For each
-    head
-
-        row  j * head_dim / 2 + i  is  GGUF's row  2i + j,    j = 0, 1
-
-    so a head of 8 takes the rows 0, 2, 4, 6, 1, 3, 5, 7.  This holds for weights, packed or not,
-    and for biases; other families store the rows unpermuted.  Where only the first `rotary_dim`
-    dimensions of a head turn, the others stay where they are.
-
-    Args:
-        num_heads: Heads of this projection: the query heads for q, the key/value heads for k.
-        head_dim: Width of a head.
-        rotary_dim: How many of its dimensions turn, an even number; None: all.
-
-    Raises:
-        ValueError: There are no heads, or the number of dimensions that turn is odd.
-    """
-    turned = head_dim if rotary_dim is None else rotary_dim
-    if num_heads < 1 or turned < 2 or turned % 2 or turned > head_dim:
-        raise ValueError(
-            f"{num_heads} heads of width {turned} have no rotary pairs; give at least one head of"
-            " an even width"
-        )
-    rows = np.arange(num_heads * head_dim, dtype=np.int64).reshape(num_heads, head_dim)
-    pairs = rows[:, :turned].reshape(num_heads, turned // 2, 2).swapaxes(1, 2)
-    return np.concatenate([pairs.reshape(num_heads, turned), rows[:, turned:]], axis=1).reshape(-1)
 
 
 def _is_array(value: Any, kinds: str) -> bool:

@@ -5,6 +5,7 @@ The golden files are made by scripts/goldens/families.py; weights come from test
 
 import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import pytest
 
 import infer
 from infer.models import decoder
-from infer.models.params import Params, validate
-from infer.models.registry import family_of_hf
-from infer.weights.assemble import assemble, canonical_names, placed, slots, stored_shapes
+from infer.models.params import Params
+from infer.weights.folder import load_folder
 from infer.weights.load import load_gguf
 from tests.models import checkpoint, gguf_twin
+from tests.weights import hf_folders
 
 DATA = Path(__file__).parent.parent / "data" / "families"
 CASES = sorted(path.stem for path in DATA.glob("*.npz"))
@@ -41,14 +42,8 @@ def tensors(case: str) -> dict[str, np.ndarray]:
 
 @functools.cache
 def from_hf(case: str) -> Params:
-    stored = tensors(case)
-    family = family_of_hf(golden(case)["config"]["model_type"])
-    names = canonical_names(family.hf, stored)
-    config = family.config_from_hf(golden(case)["config"], names)
-    wanted = slots(family.hf, config)
-    assert {name: stored[of].shape for name, of in names.items()} == stored_shapes(wanted)
-    read = lambda slot: jnp.asarray(placed(slot, stored[names[slot.name]]))
-    return validate(assemble(wanted, read))
+    with tempfile.TemporaryDirectory() as folder:
+        return load_folder(hf_folders.write(Path(folder), golden(case)["config"], tensors(case)))
 
 
 def worst_logit(case: str, params: Params) -> float:

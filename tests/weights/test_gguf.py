@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from infer.errors import WeightFormatError
+from infer.models.rows import rope_row_order
 from infer.quant import QArray, dequantize, permute_rows
 from infer.quant.blocks import FORMATS
 from infer.quant.formats import GGML_TYPES
-from infer.weights.gguf import GGUFFile, rope_row_order
+from infer.weights.gguf import GGUFFile
 from tests.cases import gguf_bytes as g
 
 F32 = 0

@@ -16,8 +16,8 @@ from infer.models import decoder
 from infer.models.params import Params, random_params
 from infer.models.registry import FAMILIES
 from infer.quant.qarray import QArray
-from infer.weights.assemble import slots
 from infer.weights.load import load_gguf
+from infer.weights.slots import plan
 from tests.models.tiny import gemma3_config, llama_config
 
 TYPES = gguf.GGMLQuantizationType
@@ -62,11 +62,12 @@ def _write(
     writer = gguf.GGUFWriter(str(path), architecture or c.family)
     _metadata(writer, c)
     more(writer)
-    wanted = jax.tree.leaves(slots(FAMILIES[c.family].gguf, c))
+    family = FAMILIES[c.family]
+    wanted = jax.tree.leaves(plan(c, family.layer_names, family.global_names))
     stored = {}
     for slot, leaf in zip(wanted, jax.tree.leaves(params), strict=True):
         value = np.asarray(leaf)
-        stored[slot.name] = value if slot.rows is None else value[np.argsort(slot.rows)]
+        stored[slot.tensor] = value if slot.rows is None else value[np.argsort(slot.rows)]
     for name, value in [*stored.items(), *(extra or {}).items()]:
         value = change(name, value)
         if value is None:

@@ -1,0 +1,144 @@
+"""From a folder in transformers' layout to `Params`: read, rename, split, cast, place.
+
+One tensor at a time: its pages are dropped from memory once it is placed, so that the peak is the
+model and one tensor.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from infer.backend import check_memory
+from infer.config import ModelConfig
+from infer.model_files import ModelFolder
+from infer.models.checkpoint import Layout
+from infer.models.params import Params
+from infer.weights.folder_config import describe
+from infer.weights.load import HEADROOM
+from infer.weights.safetensors import FLOATS, TensorInfo
+from infer.weights.shards import SafetensorsFolder
+from infer.weights.slots import Progress, Slot, check_tensors, plan, read_plan, slots_of
+
+_COMPARED_ROWS = 1024
+
+
+def load_folder(
+    path: str | Path,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    num_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> Params:
+    """Return the weights of a folder with config.json and safetensors files.
+
+    Args:
+        path: of the folder.
+        dtype: of activations and weights.
+        num_tokens: ids that the tokenizer knows; rows of the embedding beyond them are padding,
+            whose logits are masked.  None: all rows are tokens.
+        progress: called with (bytes done, bytes in all).
+
+    Raises:
+        WeightFormatError: a file is broken, the weights are quantised, or tensors are missing,
+            stray, duplicate or misshapen (all listed in one error).
+        ConfigError: the architecture, or something it asks for, is not supported.
+        CapacityError: the weights do not fit in memory; said before anything is loaded.
+    """
+    dtype = jnp.dtype(dtype)
+    folder = ModelFolder(path)
+    described = describe(folder)
+    config, layout = described.model, described.layout
+    if num_tokens is not None:
+        # A tokenizer may have more: an id that only the vision half of a model knows.
+        config = dataclasses.replace(config, num_tokens=min(num_tokens, config.vocab_size))
+    with SafetensorsFolder.open(folder) as files:
+        source = _Canonical(files, layout)
+        config, spare = _tie(config, source)
+        slots = plan(config.validate(), layout.layer_names, layout.global_names)
+        check_tensors(
+            source, slots, FLOATS.__contains__, ignored=spare.__eq__, problems=source.problems
+        )
+        weights = sum(math.prod(slot.shape) for slot in slots_of(slots)) * dtype.itemsize
+        check_memory(
+            f"{folder.label} as {dtype.name}",
+            int(weights * (1 + HEADROOM)),
+            "free memory or load a smaller model",
+        )
+        return read_plan(source, slots, lambda slot: _read(source, slot, dtype), progress)
+
+
+class _Canonical:
+    """The tensors of a folder under the names that the family knows them by."""
+
+    def __init__(self, files: SafetensorsFolder, layout: Layout):
+        self.path = files.path
+        self.layout = layout
+        self._files = files
+        self._names: dict[str, str] = {}
+        problems = []
+        for name in files.tensors:
+            canonical = layout.canonical(name)
+            if canonical is None:
+                continue
+            if canonical in self._names:
+                problems.append(f"{self._names[canonical]} and {name} are the same weight")
+            self._names[canonical] = name
+        self.problems = tuple(problems)
+        self.tensors: Mapping[str, TensorInfo] = {
+            canonical: files.tensors[name] for canonical, name in self._names.items()
+        }
+
+    def array(self, name: str) -> np.ndarray:
+        """Return a view of a tensor."""
+        return self._files.array(self._names[name])
+
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages."""
+        self._files.release(self._names[name])
+
+
+def _tie(config: ModelConfig, source: _Canonical) -> tuple[ModelConfig, str]:
+    """Return the configuration by what the file holds, and the name of a head that is not read.
+
+    A file whose configuration ties the head to the embedding may still hold a head: an equal one is
+    left out, another one is used, as transformers 5 does.
+    """
+    embed, head = (source.layout.global_names[field] for field in ("embed", "lm_head"))
+    assert isinstance(embed, str) and isinstance(head, str), (embed, head)
+    if not config.tied_embeddings or head not in source.tensors or embed not in source.tensors:
+        return config, ""
+    if _equal(source, embed, head):
+        return config, head
+    return dataclasses.replace(config, tied_embeddings=False), ""
+
+
+def _equal(source: _Canonical, a: str, b: str) -> bool:
+    one, other = source.tensors[a], source.tensors[b]
+    if one.shape != other.shape or one.dtype != other.dtype or one.dtype not in FLOATS:
+        return False
+    x, y = source.array(a), source.array(b)
+    steps = range(0, len(x), _COMPARED_ROWS)
+    same = all(np.array_equal(x[i : i + _COMPARED_ROWS], y[i : i + _COMPARED_ROWS]) for i in steps)
+    source.release(a)
+    source.release(b)
+    return same
+
+
+def _read(source: _Canonical, slot: Slot, dtype: Any) -> jax.Array:
+    values = slot.taken(source.array(slot.tensor))
+    if source.layout.norm_plus_one and slot.field.endswith("norm"):
+        values = values.astype(np.float32) + np.float32(1)
+    if values.dtype == np.float64:
+        values = values.astype(np.float32)
+    # A copy: a view of the file would change, or end the process, when the file does.
+    leaf = jnp.array(values, copy=True).astype(dtype)
+    leaf.block_until_ready()  # so that one tensor is on its way at a time
+    source.release(slot.tensor)
+    return leaf

@@ -1,0 +1,99 @@
+"""What the JSON files of a folder in transformers' layout say of its model.  No JAX in here."""
+
+import dataclasses
+from typing import Any
+
+from infer.config import ModelConfig
+from infer.errors import WeightFormatError
+from infer.model_files import ModelFolder
+from infer.models.checkpoint import HFConfig, Layout
+from infer.models.registry import layout_of
+
+# Beside config.json, where tools of their own wrote it: file -> method.
+_QUANTISED_BY = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderConfig:
+    """A folder's config.json, and the family that reads it."""
+
+    hf: HFConfig
+    layout: Layout
+    model: ModelConfig
+
+
+def read_config(folder: ModelFolder) -> HFConfig:
+    """Return the config.json of a folder.
+
+    Raises:
+        WeightFormatError: there is none, or it is broken.
+    """
+    values = folder.json("config.json")
+    if values is None:
+        raise WeightFormatError(
+            f"{folder.label}: has no config.json; give a folder in transformers' layout"
+        )
+    return HFConfig(values, f"{folder.label}/config.json")
+
+
+def describe(folder: ModelFolder) -> FolderConfig:
+    """Return the model that a folder holds.
+
+    Token ids that end a generation are those of generation_config.json, then of config.json.
+
+    Raises:
+        WeightFormatError: a file is broken, or the weights are quantised.
+        ConfigError: the architecture, or something it asks for, is not supported.
+    """
+    hf = read_config(folder)
+    refuse_quantised(folder, hf)
+    layout = layout_of(hf.texts("architectures"), hf.text("model_type", ""))
+    model = layout.config(hf)
+    generation = HFConfig(
+        folder.json("generation_config.json") or {}, f"{folder.label}/generation_config.json"
+    )
+    bos = generation.ids("bos_token_id")
+    eos = dict.fromkeys([*generation.ids("eos_token_id"), *model.eos_ids])
+    model = dataclasses.replace(
+        model, bos_id=bos[0] if bos else model.bos_id, eos_ids=tuple(eos)
+    ).validate()
+    return FolderConfig(hf=hf, layout=layout, model=model)
+
+
+def refuse_quantised(folder: ModelFolder, hf: HFConfig) -> None:
+    """Refuse weights that are packed by a method: they are never read as plain numbers.
+
+    Raises:
+        WeightFormatError: the folder says that it is quantised; the message names the method.
+    """
+    method = _method(hf.values)
+    if method is None:
+        beside = (m for file, m in _QUANTISED_BY.items() if folder.member(file) is not None)
+        method = next(beside, None)
+    if method is not None:
+        raise WeightFormatError(
+            f"{folder.label}: its weights are quantised by {method}, which this version does not"
+            " read; take the original weights or a GGUF file of the model"
+        )
+
+
+def _method(values: Any) -> str | None:
+    """Return the quantisation method that a config.json names, or None if it names none."""
+    for key in ("quantization_config", "compression_config"):
+        found = values.get(key)
+        if found is None:
+            continue
+        if not isinstance(found, dict):
+            return "an unknown method"
+        if "load_in_4bit" in found or "load_in_8bit" in found:
+            return "bitsandbytes"
+        name = found.get("quant_method", found.get("quant_algo"))
+        if name is None and key == "compression_config":
+            return "compressed-tensors"
+        return repr(name)[:60] if isinstance(name, str) else "an unknown method"
+    text = values.get("text_config")
+    return _method(text) if isinstance(text, dict) else None
