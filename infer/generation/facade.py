@@ -24,24 +24,18 @@ from infer.sampling import SamplingParams, SamplingState
 class TextStream(Iterator[str]):
     """The pieces of one continuation as they grow; `stats` is filled when the last one is taken."""
 
-    def __init__(self, job: Job, tokenizer: TextCodec) -> None:
+    def __init__(self, job: Job) -> None:
         self.stats: dict[str, Any] = {}
-        self._pieces = self._decoded(job, tokenizer)
+        self._pieces = self._decoded(job)
 
     def __next__(self) -> str:
         return next(self._pieces)
 
-    def _decoded(self, job: Job, tokenizer: TextCodec) -> Iterator[str]:
-        decoder = tokenizer.stream(continuation=True)
-        seen = 0
-        for ids in job.bursts():
-            piece = "".join(decoder.put(token) for token in ids[seen:])
-            seen = len(ids)
+    def _decoded(self, job: Job) -> Iterator[str]:
+        for piece in job.bursts():
             if piece:
                 yield piece
         self.stats = job.stats()
-        if tail := decoder.flush():
-            yield tail
 
 
 def generate(
@@ -57,6 +51,7 @@ def generate(
     page_size: int = 16,
     num_pages: int | None = None,
     prefill_chunk: int = 256,
+    logprobs_mode: str = "raw",
     implementation: str | None = None,
 ) -> Any:
     """Generate from every prompt: prefill, decode, sampling and refill of slots in one compiled
@@ -77,6 +72,8 @@ def generate(
         page_size: tokens in a page of the cache.
         num_pages: pages in the pool; None makes room for all slots at their longest.
         prefill_chunk: most prompt tokens in one prefill pass.
+        logprobs_mode: "raw" reports log-probabilities of the model itself, "processed" those of the
+            distribution that is sampled.
         implementation: None chooses; "xla" is what there is.
 
     Returns:
@@ -91,7 +88,11 @@ def generate(
             f"implementation is {implementation!r}; this version has 'xla' (None chooses it)"
         )
     options = RunOptions(
-        num_slots=num_slots, page_size=page_size, num_pages=num_pages, prefill_chunk=prefill_chunk
+        num_slots=num_slots,
+        page_size=page_size,
+        num_pages=num_pages,
+        prefill_chunk=prefill_chunk,
+        logprobs_mode=logprobs_mode,
     )
     if _is_traced(params, prompts, prompt_lens, sampling, key):
         if tokenizer is not None:
@@ -129,11 +130,14 @@ def stream(
         tokenizer: encodes the prompt and decodes the continuation.
         sampling: None is greedy with max_tokens=128.
         key: as in `generate`.
-        **options: `generate`'s num_slots, page_size, num_pages and prefill_chunk.
+        **options: `generate`'s num_slots, page_size, num_pages, prefill_chunk and
+            logprobs_mode.
     """
     run_options = RunOptions(**options)
+    if sampling is not None and sampling.n > 1:
+        raise RequestError(f"n is {sampling.n}; a stream has one text, use generate for more")
     job = Job.prepare(params, [prompt], None, tokenizer, sampling, key, run_options)
-    return TextStream(job, tokenizer)
+    return TextStream(job)
 
 
 def _is_traced(*values: Any) -> bool:

@@ -16,17 +16,19 @@ from infer.cache import paged
 from infer.cache.layout import pool_bytes
 from infer.compiling import num_traces, record_trace
 from infer.errors import RequestError
-from infer.generation import prepare
+from infer.generation import prepare, rows
 from infer.generation.prepare import Caps, RunOptions, TextCodec
-from infer.generation.program import Finish, Requests, State, run
-from infer.generation.result import FINISH_WORDS, GenerationResult
+from infer.generation.program import Finish, Requests, State, finish_rows, run
+from infer.generation.result import GenerationResult, host_result
+from infer.generation.rows import Row
+from infer.generation.text import RowText
 from infer.models.params import Params
 from infer.sampling import GREEDY_BELOW, SamplingParams
 
 PROGRAM = "generate"
 _FOREVER = np.int32(2**31 - 1)
-# Turns between two looks at the tokens when text is streamed.
-_STREAM_TURNS = 4
+# Turns between two looks at the tokens, when text is streamed or stop strings are searched for.
+_BURST_TURNS = 4
 
 
 def traced_run(
@@ -40,10 +42,19 @@ def traced_run(
 ) -> State:
     """Run turns, and count each trace: the function that is compiled."""
     record_trace(PROGRAM, vars(caps))
-    return run(params, requests, state, max_turns, until_first, lanes=caps.lanes)
+    return run(
+        params,
+        requests,
+        state,
+        max_turns,
+        until_first,
+        lanes=caps.lanes,
+        processed_logprobs=caps.processed_logprobs,
+    )
 
 
 _run = jax.jit(traced_run, static_argnames="caps", donate_argnames="state")
+_finish = jax.jit(finish_rows, donate_argnames="state")
 
 
 @functools.partial(jax.jit, static_argnames=("caps", "pad_id"))
@@ -57,18 +68,17 @@ class Job:
     def __init__(
         self,
         params: Params,
-        rows: list[list[int]],
-        each: list[SamplingParams],
-        max_tokens: list[int],
+        rows: list[Row],
         requests: Requests,
         caps: Caps,
         tokenizer: TextCodec | None,
         seed: int | None,
     ) -> None:
-        self.params, self.rows, self.each, self.max_tokens = params, rows, each, max_tokens
-        self.requests, self.caps, self.tokenizer, self.seed = requests, caps, tokenizer, seed
+        self.params, self.rows = params, rows
+        self.requests, self.caps, self.seed = requests, caps, seed
         pad_id = tokenizer.pad_id if tokenizer else None
         self.state = _start(params, requests, caps=caps, pad_id=0 if pad_id is None else pad_id)
+        self.text = None if tokenizer is None else [RowText(tokenizer, r.sampling) for r in rows]
         self.compile_s = self.ttft_s = self.decode_s = 0.0
         self.compiles = 0
         self.first_tokens = 0
@@ -91,20 +101,18 @@ class Job:
             CapacityError: one request alone is larger than the pool.
         """
         config = params.config
-        rows = prepare.token_rows(prompts, tokenizer, prompt_lens)
-        prepare.check_prompts(rows, config)
-        each = prepare.expand_sampling(sampling, len(rows))
-        # The context bounds the answer: it ends with finish_reason "length" there, as in every
-        # engine.
-        max_tokens = [
-            min(s.max_tokens, config.max_context - len(ids))
-            for s, ids in zip(each, rows, strict=True)
-        ]
-        stops = [prepare.stop_ids_of(s, config, tokenizer) for s in each]
+        prompt_ids = prepare.token_rows(prompts, tokenizer, prompt_lens)
+        prepare.check_prompts(prompt_ids, config)
+        each = rows.expand_sampling(sampling, len(prompt_ids))
+        if tokenizer is None and any(s.stop for s in each):
+            raise RequestError(
+                "stop strings need tokenizer= to see text; pass it, or use stop_token_ids"
+            )
+        todo = rows.expand_rows(prompt_ids, each, config, tokenizer)
         key, seed = _base_key(each, key)
-        requests_cap = prepare.bucket(len(rows), 1)
-        prompt_cap = prepare.bucket(max(map(len, rows)), 16)
-        new_cap = prepare.bucket(max(max_tokens), 16)
+        requests_cap = prepare.bucket(len(todo), 1)
+        prompt_cap = prepare.bucket(max(map(len, prompt_ids)), 16)
+        new_cap = prepare.bucket(max(r.max_tokens for r in todo), 16)
         slots = options.slots(requests_cap)
         pages_per_row = int(paged.pages_for(prompt_cap + new_cap, options.page_size))
         pages = options.num_pages or slots * pages_per_row
@@ -113,8 +121,7 @@ class Job:
             pool_bytes(config, pages, options.page_size, params.dtype),
             "lower num_slots, num_pages or max_tokens",
         )
-        prepare.check_pool(rows, max_tokens, options.page_size, pages)
-        asked = max((s.logprobs or 0) for s in each)
+        rows.check_pool(todo, options.page_size, pages)
         caps = Caps(
             requests=requests_cap,
             prompt=prompt_cap,
@@ -123,21 +130,13 @@ class Job:
             pages=pages,
             pages_per_row=pages_per_row,
             page_size=options.page_size,
-            stop_ids=prepare.bucket(max(map(len, stops)), 4),
-            logprobs=next(c for c in prepare.LOGPROB_COUNTS if c >= asked),
+            processed_logprobs=options.logprobs_mode == "processed",
             lanes=prepare.lanes_for(options.prefill_chunk, prompt_cap, slots),
+            **rows.caps_of(todo, config.vocab_size),
         )
-        state = prepare.sampling_state(
-            each,
-            max_tokens,
-            stops,
-            key,
-            rows=caps.requests,
-            num_stop_ids=caps.stop_ids,
-            vocab_size=config.vocab_size,
-        )
-        requests = prepare.request_arrays(rows, state, caps)
-        return cls(params, rows, each, max_tokens, requests, caps, tokenizer, seed)
+        state = rows.sampling_state(todo, key, caps, config.vocab_size)
+        requests = rows.request_arrays(todo, state, caps)
+        return cls(params, todo, requests, caps, tokenizer, seed)
 
     def _run(self, max_turns: int | np.int32, until_first: bool) -> float:
         """Advance the state and return the seconds it took."""
@@ -169,59 +168,62 @@ class Job:
         self.first_tokens = int(np.sum(np.asarray(self.state.output.lengths)))
 
     def run_all(self) -> None:
-        """Run to the end."""
-        self.run_to_first_tokens()
-        self.decode_s = self._run(_FOREVER, False)
+        """Run to the end: in one call, or in bursts where stop strings are searched for."""
+        if any(r.sampling.stop for r in self.rows):
+            for _ in self.bursts():
+                pass
+        else:
+            self.run_to_first_tokens()
+            self.decode_s = self._run(_FOREVER, False)
+        if self.text is not None:
+            self._read()
 
-    def bursts(self) -> Iterator[list[int]]:
-        """Run a few turns at a time; yield the first request's ids so far, its stop id left out."""
+    def bursts(self) -> Iterator[str]:
+        """Run a few turns at a time; yield the new text of the first row after each burst."""
         self.run_to_first_tokens()
         while True:
-            ids = self._visible_ids(0)
-            yield ids
-            if int(self.state.output.finish[0]) != Finish.RUNNING or bool(
-                self.state.cache.overflow
-            ):
+            if self.text is not None:
+                yield self._read()
+            running = int(self.state.next_request) < len(self.rows) or bool(
+                np.any(np.asarray(self.state.request) < self.caps.requests)
+            )
+            if not running or bool(self.state.cache.overflow):
                 return
-            self.decode_s += self._run(int(self.state.turns) + _STREAM_TURNS, False)
+            self.decode_s += self._run(int(self.state.turns) + _BURST_TURNS, False)
 
-    def _visible_ids(self, row: int) -> list[int]:
-        length = int(self.state.output.lengths[row])
-        ids = np.asarray(self.state.output.tokens[row, :length]).tolist()
-        return ids[:-1] if int(self.state.output.finish[row]) == Finish.STOP else ids
+    def _read(self) -> str:
+        """Turn new tokens into text, end the rows whose stop string has appeared; return row 0's
+        new text.
+        """
+        assert self.text is not None
+        out = self.state.output
+        tokens, lengths, finish = map(np.asarray, (out.tokens, out.lengths, out.finish))
+        stopped = np.zeros(self.caps.requests, bool)
+        first = ""
+        for i, text in enumerate(self.text):
+            ended = finish[i] != Finish.RUNNING
+            ids = tokens[i, : lengths[i]].tolist()
+            # The id that ended a request is no part of its text.
+            piece = text.put(ids[:-1] if finish[i] == Finish.STOP else ids, bool(ended))
+            first = piece if i == 0 else first
+            stopped[i] = text.stop is not None and not ended
+        if stopped.any():
+            reason = jnp.asarray(Finish.STOP, jnp.int32)
+            self.state = _finish(self.state, self.requests, jnp.asarray(stopped), reason)
+        return first
 
     def result(self) -> GenerationResult:
         """Return the finished job's arrays, words, text and figures."""
         paged.raise_if_overflow(self.state.cache, way_out="raise num_pages or lower max_tokens")
         out = jax.device_get(self.state.output)
-        count, vocab = len(self.rows), self.params.config.vocab_size
-        width = max(self.max_tokens)
-        asked = max((s.logprobs or 0) for s in self.each)
-        text = None
-        if self.tokenizer is not None:
-            text = [
-                self.tokenizer.decode(self._visible_ids(row), continuation=True)
-                for row in range(count)
-            ]
-        return GenerationResult(
-            tokens=np.asarray(out.tokens[:count, :width]),
-            lengths=np.asarray(out.lengths[:count]),
-            logprobs=np.asarray(out.logprobs[:count, :width]),
-            top_tokens=np.asarray(out.top_tokens[:count, :width, :asked]),
-            top_logprobs=np.asarray(out.top_logprobs[:count, :width, :asked]),
-            finish_reason=[FINISH_WORDS[f] for f in out.finish[:count]],
-            stop_reason=[int(i) if i < vocab else None for i in out.stop_reason[:count]],
-            prompt_tokens=self.rows,
-            text=text,
-            stats=self.stats(),
-        )
+        return host_result(out, self.rows, self.text, self.params.config.vocab_size, self.stats())
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the run so far: seconds, tokens, rates, what ran."""
         lengths = np.asarray(self.state.output.lengths)[: len(self.rows)]
         generated = int(np.sum(lengths))
         # Prompts of the first wave only: later ones are prefilled among the decode passes.
-        first_wave = sum(map(len, self.rows[: self.caps.slots]))
+        first_wave = sum(len(r.ids) for r in self.rows[: self.caps.slots])
         stats = {
             "backend": jax.default_backend(),
             "implementation": "xla",
@@ -230,7 +232,7 @@ class Job:
             "prefill_tokens_per_s": first_wave / self.ttft_s if self.ttft_s else None,
             "decode_tokens_per_s": _rate(generated - self.first_tokens, self.decode_s),
             "compiles": self.compiles,
-            "num_prompt_tokens": [len(r) for r in self.rows],
+            "num_prompt_tokens": [len(r.ids) for r in self.rows],
             "num_output_tokens": lengths.tolist(),
             "prefill_passes": int(self.state.prefill_passes),
             "decode_passes": int(self.state.decode_passes),

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from infer.cache import paged
-from infer.cache.paged import pages_for
 from infer.config import ModelConfig
-from infer.errors import CapacityError, RequestError
+from infer.errors import RequestError
 from infer.generation.program import Lanes, Requests, State, initial_state
 from infer.models.params import Params
-from infer.sampling import SamplingParams, SamplingState, request_keys, seed_words
 
 # One tile of a prefill pass: long enough for full dots, short enough that a short prompt wastes
 # little.
@@ -34,9 +31,12 @@ class TextCodec(Protocol):
     def eos_ids(self) -> tuple[int, ...]: ...  # noqa: D102
     @property
     def pad_id(self) -> int | None: ...  # noqa: D102
-    def encode(self, text: str, *, parse_special: bool = ...) -> list[int]: ...  # noqa: D102
-    def decode(self, ids: Sequence[int], *, continuation: bool = ...) -> str: ...  # noqa: D102
-    def stream(self, *, continuation: bool = ...) -> Any: ...  # noqa: D102
+    def encode(  # noqa: D102
+        self, text: str, *, add_bos: bool | None = ..., parse_special: bool = ...
+    ) -> list[int]: ...
+    def stream(  # noqa: D102
+        self, *, skip_special_tokens: bool = ..., continuation: bool = ...
+    ) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,16 @@ class RunOptions:
     page_size: int = 16
     num_pages: int | None = None
     prefill_chunk: int = 256
+    logprobs_mode: str = "raw"
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise RequestError(
+                f"logprobs_mode is {self.logprobs_mode!r}, must be 'raw' (the model's own) or "
+                "'processed' (after masks, penalties, temperature and filters)"
+            )
+        for name in ("num_slots", "page_size", "num_pages", "prefill_chunk"):
+            value = getattr(self, name)
             if value is not None and (not is_int(value) or value < 1):
                 raise RequestError(f"{name} is {value!r}, must be an integer of at least 1")
 
@@ -71,7 +78,12 @@ class Caps:
     pages_per_row: int
     page_size: int
     stop_ids: int
+    bias: int
+    allowed: int
+    bad_words: tuple[int, int]
     logprobs: int
+    prompt_logprobs: int | None
+    processed_logprobs: bool
     lanes: Lanes
 
 
@@ -186,105 +198,6 @@ def check_prompts(rows: list[list[int]], config: ModelConfig) -> None:
             )
 
 
-def expand_sampling(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    """Return one SamplingParams per prompt; None is greedy with 128 tokens."""
-    if sampling is None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=128)
-    if isinstance(sampling, SamplingParams):
-        return [sampling] * num_prompts
-    if not isinstance(sampling, Sequence) or not all(
-        isinstance(s, SamplingParams) for s in sampling
-    ):
-        raise RequestError(
-            f"sampling is a {type(sampling).__name__}; pass a SamplingParams, or a list with one "
-            "per prompt"
-        )
-    if len(sampling) != num_prompts:
-        raise RequestError(
-            f"{len(sampling)} SamplingParams for {num_prompts} prompts; pass one, or one per prompt"
-        )
-    return list(sampling)
-
-
-def stop_ids_of(
-    sampling: SamplingParams, config: ModelConfig, tokenizer: TextCodec | None
-) -> list[int]:
-    """Return the ids that end a request: the model's and tokenizer's own unless ignored, and the
-    user's.
-    """
-    own = (
-        () if sampling.ignore_eos else (*config.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))
-    )
-    ids = sorted({*own, *sampling.stop_token_ids})
-    bad = [i for i in ids if not 0 <= i < config.num_tokens]
-    if bad:
-        raise RequestError(
-            f"stop_token_ids has {bad[0]}; ids of this model are 0..{config.num_tokens - 1}"
-        )
-    return ids
-
-
-def sampling_state(
-    each: list[SamplingParams],
-    max_tokens: list[int],
-    stop_ids: list[list[int]],
-    key: jax.Array,
-    *,
-    rows: int,
-    num_stop_ids: int,
-    vocab_size: int,
-) -> SamplingState:
-    """Return the arrays of `each`, padded to `rows` requests with harmless values."""
-    pad = rows - len(each)
-    column = lambda values, fill, dtype: jnp.asarray(np.asarray([*values, *[fill] * pad], dtype))
-    stops = np.full((rows, num_stop_ids), vocab_size, np.int32)
-    for row, ids in enumerate(stop_ids):
-        stops[row, : len(ids)] = ids
-    words, seeded = seed_words([s.seed for s in each] + [None] * pad)
-    return SamplingState(
-        temperature=column([s.temperature for s in each], 0.0, np.float32),
-        top_k=column([min(s.top_k, vocab_size) for s in each], 0, np.int32),
-        top_p=column([s.top_p for s in each], 1.0, np.float32),
-        min_p=column([s.min_p for s in each], 0.0, np.float32),
-        max_tokens=column(max_tokens, 1, np.int32),
-        min_tokens=column([s.min_tokens for s in each], 0, np.int32),
-        stop_ids=jnp.asarray(stops),
-        key=request_keys(key, words, seeded, jnp.arange(rows, dtype=jnp.int32)),
-    )
-
-
-def check_pool(
-    rows: list[list[int]], max_tokens: list[int], page_size: int, num_pages: int
-) -> None:
-    """Raise CapacityError before anything runs if one request could never get its pages."""
-    for index, (ids, new) in enumerate(zip(rows, max_tokens, strict=True)):
-        need = pages_for(len(ids) + new - 1, page_size)
-        if need > num_pages:
-            raise CapacityError(
-                f"prompt {index} with {len(ids)} tokens and max_tokens {new} needs {need} pages "
-                f"of {page_size} tokens, "
-                f"the pool has {num_pages}; raise num_pages or lower max_tokens"
-            )
-
-
-def request_arrays(rows: list[list[int]], sampling: SamplingState, caps: Caps) -> Requests:
-    """Return the padded device arrays of all requests."""
-    prompts = np.zeros((caps.requests, caps.prompt), np.int32)
-    lens = np.zeros(caps.requests, np.int32)
-    for row, ids in enumerate(rows):
-        prompts[row, : len(ids)] = ids
-        lens[row] = len(ids)
-    return Requests(
-        prompts=jnp.asarray(prompts),
-        prompt_lens=jnp.asarray(lens),
-        choice=jnp.zeros(caps.requests, jnp.int32),
-        sampling=sampling,
-        count=jnp.asarray(len(rows), jnp.int32),
-    )
-
-
 def fresh_state(params: Params, requests: Requests, caps: Caps, pad_id: int) -> State:
     """Return the state before the first turn, its cache empty."""
     cache = paged.create(
@@ -300,6 +213,7 @@ def fresh_state(params: Params, requests: Requests, caps: Caps, pad_id: int) -> 
         requests,
         max_new=caps.new_tokens,
         num_logprobs=caps.logprobs,
+        num_prompt_logprobs=caps.prompt_logprobs,
         vocab_size=params.config.vocab_size,
         pad_id=pad_id,
     )

@@ -32,12 +32,14 @@ from infer.models.params import Params
 from infer.ops.attention import paged_attention
 from infer.pytree import Leaf, pytree_dataclass
 from infer.sampling import (
+    History,
     Role,
     SamplingState,
     draw_keys,
+    filtered_logits,
     is_stop,
     log_probabilities,
-    mask_early_stops,
+    process_logits,
     sample,
     take,
     top_log_probabilities,
@@ -71,6 +73,7 @@ class Requests:
     prompts: Leaf  # int32 [R, T]
     prompt_lens: Leaf  # int32 [R]
     choice: Leaf  # int32 [R], which of its prompt's parallel samples a row is
+    wants_prompt_logprobs: Leaf  # bool [R]
     sampling: SamplingState  # [R]
     count: Leaf  # int32 []
 
@@ -86,6 +89,9 @@ class Output:
     lengths: Leaf  # int32 [R]
     finish: Leaf  # int8 [R]
     stop_reason: Leaf  # int32 [R], the id that stopped it, V where none did
+    prompt_logprobs: Leaf  # f32 [R, T or 0], of each prompt token given those before it; first 0
+    prompt_top_tokens: Leaf  # int32 [R, T or 0, C']
+    prompt_top_logprobs: Leaf  # f32 [R, T or 0, C']
 
 
 @pytree_dataclass
@@ -117,20 +123,36 @@ def initial_state(
     *,
     max_new: int,
     num_logprobs: int,
+    num_prompt_logprobs: int | None,
     vocab_size: int,
     pad_id: int,
 ) -> State:
-    """Return the state before the first turn: every slot free, the whole queue waiting."""
-    num_requests, num_slots = requests.prompts.shape[0], cache.page_table.shape[0]
+    """Return the state before the first turn: every slot free, the whole queue waiting.
+
+    Args:
+        cache: empty.
+        requests: what is asked.
+        max_new: room for new tokens (N).
+        num_logprobs: top log-probabilities kept per token (C).
+        num_prompt_logprobs: the same for prompts; None keeps no log-probabilities of prompts.
+        vocab_size: V.
+        pad_id: fills the tokens that are not generated.
+    """
+    (num_requests, prompt_cap), num_slots = requests.prompts.shape, cache.page_table.shape[0]
     zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
+    floats = lambda *shape: jnp.zeros(shape, jnp.float32)
+    prompt_shape = (num_requests, 0 if num_prompt_logprobs is None else prompt_cap)
     output = Output(
         tokens=jnp.full((num_requests, max_new), pad_id, jnp.int32),
-        logprobs=jnp.zeros((num_requests, max_new), jnp.float32),
+        logprobs=floats(num_requests, max_new),
         top_tokens=zeros(num_requests, max_new, num_logprobs),
-        top_logprobs=jnp.zeros((num_requests, max_new, num_logprobs), jnp.float32),
+        top_logprobs=floats(num_requests, max_new, num_logprobs),
         lengths=zeros(num_requests),
         finish=jnp.zeros(num_requests, jnp.int8),
         stop_reason=jnp.full(num_requests, vocab_size, jnp.int32),
+        prompt_logprobs=floats(*prompt_shape),
+        prompt_top_tokens=zeros(*prompt_shape, num_prompt_logprobs or 0),
+        prompt_top_logprobs=floats(*prompt_shape, num_prompt_logprobs or 0),
     )
     return State(
         cache=cache,
@@ -153,6 +175,7 @@ def run(
     until_first: Bool[Array, ""],
     *,
     lanes: Lanes,
+    processed_logprobs: bool = False,
 ) -> State:
     """Run turns until every request is done, `max_turns` have been run in all, or the pool cannot
     serve anyone.
@@ -164,6 +187,8 @@ def run(
         max_turns: absolute number of turns at which to return.
         until_first: return as soon as no admitted request waits for its first token.
         lanes: shape of a prefill pass.
+        processed_logprobs: report log-probabilities of the distribution that is sampled, after
+            masks, penalties, temperature and filters, instead of the raw model's.
     """
 
     def go_on(s: State) -> Array:
@@ -186,7 +211,9 @@ def run(
         s, ready = c
         # Nothing is ready after most turns of a long prompt alone: the head, as dear as several
         # layers, is skipped.
-        s = _at_most_once(jnp.any(ready.rows), lambda s: _emit(params, requests, s, ready), s)
+        s = _at_most_once(
+            jnp.any(ready.rows), lambda s: _emit(params, requests, s, ready, processed_logprobs), s
+        )
         return _admit(dataclasses.replace(s, turns=s.turns + 1), requests)
 
     return lax.while_loop(go_on, turn, _admit(state, requests))
@@ -263,13 +290,58 @@ def _prefill_pass(
         params, state.cache, tokens.reshape(-1), positions, slots_flat, table, spans
     )
 
+    output = _score_prompts(params, requests, state.output, x, row, positions)
     target = jnp.where(used, slot, num_slots)
     done = jnp.zeros(num_slots, jnp.int32).at[target].add(count, mode="drop")
     last = jnp.zeros(num_slots, jnp.int32).at[target].max(g * lanes.tile + count - 1, mode="drop")
     cache = dataclasses.replace(cache, lengths=cache.lengths + done)
-    state = dataclasses.replace(state, cache=cache, prefill_passes=state.prefill_passes + 1)
+    state = dataclasses.replace(
+        state, cache=cache, output=output, prefill_passes=state.prefill_passes + 1
+    )
     complete = (done > 0) & (done == todo)
     return state, _noted(ready, complete, x[last])
+
+
+def _score_prompts(
+    params: Params,
+    requests: Requests,
+    output: Output,
+    x: Float[Array, "N D"],
+    row: Int[Array, " G"],
+    positions: Int[Array, "G U"],
+) -> Output:
+    """Record the raw log-probability of each next prompt token that the tiles' positions predict.
+
+    One tile at a time, so that the logits of a tile are the most there ever are.  The prompt's last
+    token predicts a generated one: a lone last token in the decode pass is not missed.
+    """
+    if not output.prompt_logprobs.shape[1]:
+        return output
+    num_requests = requests.prompts.shape[0]
+    num_tiles, tile = positions.shape
+    wanted = requests.wants_prompt_logprobs[row][:, None] & (positions >= 0)
+    wanted = wanted & (positions + 1 < requests.prompt_lens[row][:, None])
+    x = x.reshape(num_tiles, tile, -1)
+
+    def one(g: Array, out: Output) -> Output:
+        raw = decoder.logits(params, x[g])
+        target = requests.prompts.at[row[g], positions[g] + 1].get(mode="clip")
+        at = jnp.where(wanted[g], row[g], num_requests), positions[g] + 1
+        count = out.prompt_top_tokens.shape[-1]
+        ids, values = top_log_probabilities(raw, max(count, 1))
+        return dataclasses.replace(
+            out,
+            prompt_logprobs=out.prompt_logprobs.at[at].set(
+                log_probabilities(raw, target), mode="drop"
+            ),
+            prompt_top_tokens=out.prompt_top_tokens.at[at].set(ids[:, :count], mode="drop"),
+            prompt_top_logprobs=out.prompt_top_logprobs.at[at].set(values[:, :count], mode="drop"),
+        )
+
+    # Only the tiles that want it: their number is data.
+    order = jnp.argsort(~jnp.any(wanted, axis=1))
+    used = jnp.sum(jnp.any(wanted, axis=1), dtype=jnp.int32)
+    return lax.fori_loop(0, used, lambda i, out: one(order[i], out), output)
 
 
 def _decode_pass(
@@ -358,7 +430,9 @@ def _through_layers(
 # ---- sampling and slots --------------------------------------------------------------------------
 
 
-def _emit(params: Params, requests: Requests, state: State, ready_rows: Ready) -> State:
+def _emit(
+    params: Params, requests: Requests, state: State, ready_rows: Ready, processed: bool
+) -> State:
     """Sample a token for each slot that is ready, record it, and free the slots that are
     finished.
     """
@@ -367,10 +441,18 @@ def _emit(params: Params, requests: Requests, state: State, ready_rows: Ready) -
     vocab = params.config.vocab_size
     sampling = take(requests.sampling, state.request)
     raw = decoder.logits(params, ready_rows.x)
+    row = jnp.minimum(state.request, num_requests - 1)
     with jax.named_scope("sample"):
-        row = jnp.minimum(state.request, num_requests - 1)
+        history = History(
+            prompts=requests.prompts[row],
+            prompt_lens=requests.prompt_lens[row],
+            generated=state.output.tokens[row],
+            num_generated=state.num_generated,
+        )
+        allowed = process_logits(raw, sampling, history)
         keys = draw_keys(sampling.key, requests.choice[row], state.num_generated, Role.DRAW)
-        token = sample(mask_early_stops(raw, sampling, state.num_generated), sampling, keys)
+        token = sample(allowed, sampling, keys)
+        reported = filtered_logits(allowed, sampling) if processed else raw
     out, column = state.output, state.num_generated
     target = jnp.where(ready, state.request, num_requests)
     num_generated = column + ready.astype(jnp.int32)
@@ -381,12 +463,13 @@ def _emit(params: Params, requests: Requests, state: State, ready_rows: Ready) -
     num_logprobs = out.top_tokens.shape[-1]
     top_tokens, top_logprobs = out.top_tokens, out.top_logprobs
     if num_logprobs:
-        ids, values = top_log_probabilities(raw, num_logprobs)
+        ids, values = top_log_probabilities(reported, num_logprobs)
         top_tokens, top_logprobs = put(top_tokens, ids), put(top_logprobs, values)
     done = jnp.where(finished, state.request, num_requests)
-    output = Output(
+    output = dataclasses.replace(
+        out,
         tokens=put(out.tokens, token),
-        logprobs=put(out.logprobs, log_probabilities(raw, token)),
+        logprobs=put(out.logprobs, log_probabilities(reported, token)),
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
         lengths=out.lengths.at[target].set(num_generated, mode="drop"),
@@ -430,3 +513,25 @@ def _admit(state: State, requests: Requests) -> State:
         num_generated=jnp.where(admitted, 0, state.num_generated),
         next_request=state.next_request + jnp.sum(admitted, dtype=jnp.int32),
     )
+
+
+def finish_rows(
+    state: State, requests: Requests, rows: Bool[Array, " R"], reason: Int[Array, ""]
+) -> State:
+    """End the running requests marked in `rows` from outside, free their pages, admit others.
+
+    For what only the host can see, such as a stop string.  Rows that are not running are left.
+    """
+    num_requests = requests.prompts.shape[0]
+    occupied = state.request < num_requests
+    ended = occupied & rows[jnp.minimum(state.request, num_requests - 1)]
+    target = jnp.where(ended, state.request, num_requests)
+    finish = state.output.finish.at[target].set(reason.astype(jnp.int8), mode="drop")
+    state = dataclasses.replace(
+        state,
+        cache=paged.release(state.cache, ended),
+        request=jnp.where(ended, num_requests, state.request),
+        num_generated=jnp.where(ended, 0, state.num_generated),
+        output=dataclasses.replace(state.output, finish=finish),
+    )
+    return _admit(state, requests)

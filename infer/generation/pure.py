@@ -1,5 +1,7 @@
 """The pure form of `generate`, for use inside a trace: arrays in, arrays out."""
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ from jax import Array
 from infer.cache.paged import pages_for
 from infer.config import ModelConfig
 from infer.errors import RequestError
-from infer.generation import prepare
+from infer.generation import prepare, rows
 from infer.generation.prepare import Caps, RunOptions
 from infer.generation.program import Finish, Requests, run
 from infer.generation.result import Generation
@@ -48,27 +50,14 @@ def generate_pure(
         if prompt_lens is None
         else jnp.asarray(prompt_lens, jnp.int32)
     )
-    state, new, logprobs = _pure_sampling(config, sampling, key, num_requests, length, max_tokens)
-    pages_per_row = int(pages_for(length + new, options.page_size))
-    slots = options.slots(num_requests)
-    caps = Caps(
-        requests=num_requests,
-        prompt=length,
-        new_tokens=new,
-        slots=slots,
-        pages=options.num_pages or slots * pages_per_row,
-        pages_per_row=pages_per_row,
-        page_size=options.page_size,
-        stop_ids=state.stop_ids.shape[1],
-        logprobs=logprobs,
-        lanes=prepare.lanes_for(options.prefill_chunk, length, slots),
-    )
+    given, state, caps = _sampling(config, sampling, key, num_requests, length, max_tokens, options)
     requests = Requests(
-        prompts=prompts.astype(jnp.int32),
-        prompt_lens=lens,
-        choice=jnp.zeros(num_requests, jnp.int32),
+        prompts=prompts.astype(jnp.int32)[given.prompt],
+        prompt_lens=lens[given.prompt],
+        choice=jnp.asarray(given.choice),
+        wants_prompt_logprobs=jnp.asarray(given.scored),
         sampling=state,
-        count=jnp.asarray(num_requests, jnp.int32),
+        count=jnp.asarray(caps.requests, jnp.int32),
     )
     final = run(
         params,
@@ -77,6 +66,7 @@ def generate_pure(
         jnp.asarray(_FOREVER),
         jnp.zeros((), bool),
         lanes=caps.lanes,
+        processed_logprobs=caps.processed_logprobs,
     )
     out = final.output
     ended = jnp.where(out.finish == Finish.RUNNING, jnp.int8(Finish.CAPACITY), out.finish)
@@ -88,30 +78,54 @@ def generate_pure(
         top_logprobs=out.top_logprobs,
         finish_reason=ended,
         stop_reason=out.stop_reason,
+        prompt_logprobs=out.prompt_logprobs,
+        prompt_top_tokens=out.prompt_top_tokens,
+        prompt_top_logprobs=out.prompt_top_logprobs,
         state=final,
     )
 
 
-def _pure_sampling(
+@dataclass(frozen=True)
+class _Rows:
+    """Which prompt and sample each row is, and whether its prompt is scored; static."""
+
+    prompt: np.ndarray  # int32 [R]
+    choice: np.ndarray  # int32 [R]
+    scored: np.ndarray  # bool [R]
+
+
+def _sampling(
     config: ModelConfig,
     sampling: Any,
     key: Array | None,
-    num_requests: int,
+    num_prompts: int,
     length: int,
     max_tokens: int | None,
-) -> tuple[SamplingState, int, int]:
-    """Return the sampling arrays, the room for new tokens and the number of top
-    log-probabilities.
-    """
+    options: RunOptions,
+) -> tuple[_Rows, SamplingState, Caps]:
+    """Return the rows, their sampling arrays and the static sizes."""
+    room = config.max_context - length
     if isinstance(sampling, SamplingState):
         if max_tokens is None:
             raise RequestError(
                 "a SamplingState may be traced: pass max_tokens=, the static room for new tokens"
             )
-        room = min(max_tokens, config.max_context - length)
-        bounded = jnp.minimum(sampling.max_tokens, room)
-        return SamplingState(**(vars(sampling) | {"max_tokens": bounded})), room, 0
-    each = prepare.expand_sampling(sampling, num_requests)
+        new = min(max_tokens, room)
+        state = dataclasses.replace(sampling, max_tokens=jnp.minimum(sampling.max_tokens, new))
+        index = np.arange(num_prompts, dtype=np.int32)
+        given = _Rows(index, np.zeros_like(index), np.zeros(num_prompts, bool))
+        sizes = dict(
+            stop_ids=state.stop_ids.shape[1],
+            bias=state.bias_ids.shape[1],
+            allowed=state.allowed.shape[1],
+            bad_words=state.bad_words.shape[1:],
+            logprobs=0,
+            prompt_logprobs=None,
+        )
+        return given, state, _caps(num_prompts, length, new, sizes, options)
+    each = rows.expand_sampling(sampling, num_prompts)
+    if any(s.stop for s in each):
+        raise RequestError("stop strings are host work; inside a trace use stop_token_ids")
     if key is None:
         if any(s.temperature >= GREEDY_BELOW and s.seed is None for s in each):
             raise RequestError(
@@ -120,16 +134,34 @@ def _pure_sampling(
         key = jax.random.key(0)
     elif not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise RequestError("key is not a typed key; pass jax.random.key(seed)")
-    new = [min(s.max_tokens, config.max_context - length) for s in each]
-    stops = [prepare.stop_ids_of(s, config, None) for s in each]
-    state = prepare.sampling_state(
-        each,
-        new,
-        stops,
-        key,
-        rows=num_requests,
-        num_stop_ids=max(1, *map(len, stops)),
-        vocab_size=config.vocab_size,
+    todo = rows.expand_rows([[0] * length] * num_prompts, each, config, None, room)
+    caps = _caps(
+        len(todo),
+        length,
+        max(r.max_tokens for r in todo),
+        rows.caps_of(todo, config.vocab_size),
+        options,
     )
-    asked = max((s.logprobs or 0) for s in each)
-    return state, max(new), next(c for c in prepare.LOGPROB_COUNTS if c >= asked)
+    given = _Rows(
+        np.asarray([r.prompt for r in todo], np.int32),
+        np.asarray([r.choice for r in todo], np.int32),
+        np.asarray([r.sampling.prompt_logprobs is not None for r in todo]),
+    )
+    return given, rows.sampling_state(todo, key, caps, config.vocab_size), caps
+
+
+def _caps(count: int, length: int, new: int, sizes: dict[str, Any], options: RunOptions) -> Caps:
+    slots = options.slots(count)
+    pages_per_row = int(pages_for(length + new, options.page_size))
+    return Caps(
+        requests=count,
+        prompt=length,
+        new_tokens=new,
+        slots=slots,
+        pages=options.num_pages or slots * pages_per_row,
+        pages_per_row=pages_per_row,
+        page_size=options.page_size,
+        processed_logprobs=options.logprobs_mode == "processed",
+        lanes=prepare.lanes_for(options.prefill_chunk, length, slots),
+        **sizes,
+    )

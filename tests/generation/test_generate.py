@@ -13,7 +13,7 @@ import infer
 from infer.cache import paged
 from infer.compiling import compile_stats, num_traces
 from infer.errors import CapacityError, RequestError
-from infer.generation import host, prepare
+from infer.generation import host, pure
 from infer.generation.prepare import RunOptions
 from infer.models import decoder
 from infer.models.params import Params
@@ -302,15 +302,9 @@ def test_a_traced_sampling_state_switches_features_without_a_new_trace() -> None
         SamplingParams(temperature=1.0, top_k=3, seed=1, max_tokens=6),
     ):
         states.append(
-            prepare.sampling_state(
-                [sampling] * 2,
-                [6, 6],
-                [[], []],
-                jax.random.key(0),
-                rows=2,
-                num_stop_ids=1,
-                vocab_size=96,
-            )
+            pure._sampling(
+                params.config, [sampling] * 2, jax.random.key(0), 2, 8, None, RunOptions()
+            )[1]
         )
     greedy, drawn = (np.asarray(run(s)) for s in states)
     assert (greedy != drawn).any()
@@ -390,13 +384,13 @@ class _Letters:
     eos_ids = (3,)
     pad_id = 0
 
-    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+    def encode(self, text: str, *, add_bos=None, parse_special: bool = False) -> list[int]:
         return [ord(c) - 32 for c in text]
 
     def decode(self, ids, *, continuation: bool = False) -> str:
         return "".join(chr(i + 32) for i in ids)
 
-    def stream(self, *, continuation: bool = False):
+    def stream(self, *, skip_special_tokens: bool = True, continuation: bool = False):
         codec = self
 
         class Stream:
