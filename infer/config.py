@@ -206,6 +206,16 @@ class ModelConfig:
                 problems.append(
                     f"head_dim is {self.head_dim}; rotary embedding needs an even number"
                 )
+            problems += [
+                f"{name} is {cap}, must be positive and finite"
+                for name, cap in (
+                    ("final_softcap", self.final_softcap),
+                    ("attn_softcap", self.attn_softcap),
+                )
+                if cap is not None and not _positive(cap)
+            ]
+            if self.max_context < 2:
+                problems.append("max_context is 1; a prompt and one new token need 2")
             if not (math.isfinite(self.norm_eps) and self.norm_eps > 0):
                 problems.append(f"norm_eps is {self.norm_eps}, must be positive and finite")
             if self.residual is Residual.PARALLEL_ONE_NORM and not self.pre_norms:
@@ -218,10 +228,16 @@ class ModelConfig:
         return self
 
 
+def _positive(value: float) -> bool:
+    return math.isfinite(value) and value > 0
+
+
 def _layer_problems(index: int, layer: LayerConfig, config: ModelConfig) -> list[str]:
     problems = []
-    if layer.window is not None and layer.window < 1:
-        problems.append(f"layer {index} has a window of {layer.window} tokens, must be at least 1")
+    if layer.window is not None and not 1 <= layer.window < 2**30:
+        problems.append(
+            f"layer {index} has a window of {layer.window} tokens, must be 1 to 2^30 - 1"
+        )
     if layer.rope is not None:
         problems += [f"layer {index} {p}" for p in _rope_problems(layer.rope, config.head_dim)]
     return problems
@@ -229,16 +245,22 @@ def _layer_problems(index: int, layer: LayerConfig, config: ModelConfig) -> list
 
 def _rope_problems(rope: RopeConfig, head_dim: int) -> list[str]:
     problems = []
-    dim = rope.dim or head_dim
-    if dim % 2 or dim > head_dim:
+    dim = head_dim if rope.dim is None else rope.dim
+    if dim % 2 or not 2 <= dim <= head_dim:
         problems.append(
-            f"turns {dim} of {head_dim} dimensions; the number must be even and at most head_dim"
+            f"turns {dim} of {head_dim} dimensions; the number must be even, at least 2 and at most head_dim"
         )
-    if not rope.theta > 0:
-        problems.append(f"has rope theta {rope.theta}, must be positive")
+    if not _positive(rope.theta):
+        problems.append(f"has rope theta {rope.theta}, must be positive and finite")
     s = rope.scaling
     if s is None:
         return problems
+    if not _positive(s.factor):
+        problems.append(f"has rope scaling factor {s.factor}, must be positive and finite")
+    if s.original_context < 1:
+        problems.append(f"has an original context of {s.original_context}, must be at least 1")
+    if not all(map(_positive, (*s.divisors, *s.short_factors, *s.long_factors))):
+        problems.append("has rope divisors that are not all positive and finite")
     lists = {
         RopeScalingKind.DIVISORS: {"divisors": s.divisors},
         RopeScalingKind.LONGROPE: {

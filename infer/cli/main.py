@@ -16,7 +16,7 @@ import typer
 from infer.cli import chat, generate, info, models
 from infer.errors import CapacityError
 
-DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 # Not every typer exports it, and not every typer takes it from the same package.
 _UsageError = typer.BadParameter.__mro__[1]
@@ -69,6 +69,10 @@ def _root(
 
 def run() -> None:
     """Run the command line of this process and exit."""
+    # A closed stream is None: what is written to it must not land in another one.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -80,7 +84,7 @@ def run() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         code = _broken_pipe()
-    if code == INTERRUPTED:
+    if code in (INTERRUPTED, TERMINATED):
         if sys.stderr.isatty():
             print(file=sys.stderr, flush=True)  # below the ^C
         # A program may still be running: Python's orderly end would free memory under it.
@@ -103,7 +107,8 @@ def main(arguments: list[str]) -> int:
         if os.environ.get("INFER_DEBUG") == "1":
             traceback.print_exc()
         code, message = explain(error)
-        print(f"infer: {message}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # standard error is full or gone: the code still counts
+            print(f"infer: {message}", file=sys.stderr)
         return code
 
 

@@ -249,18 +249,8 @@ def _base_key(each: list[SamplingParams], key: Array | None) -> tuple[Array, int
     needed.
     """
     if key is not None:
-        return _typed(key), None
+        return prepare.typed_key(key), None
     if all(s.temperature < GREEDY_BELOW or s.seed is not None for s in each):
         return jax.random.key(0), None
     seed = secrets.randbits(31)
     return jax.random.key(seed), seed
-
-
-def _typed(key: Array) -> Array:
-    if not (
-        isinstance(key, jax.Array)
-        and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        and key.shape == ()
-    ):
-        raise RequestError(f"key is {key!r:.80}; pass one typed key, jax.random.key(seed)")
-    return key

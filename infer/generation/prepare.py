@@ -39,6 +39,10 @@ class TextCodec(Protocol):
     ) -> Any: ...
 
 
+# Past these, arrays of a run would not fit anywhere, or int32 would not count them.
+_MOST = {"num_slots": 2**16, "page_size": 2**16, "num_pages": 2**28, "prefill_chunk": 2**20}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How a call is run; none of it changes what is generated.  See `generate` for the meanings."""
@@ -57,8 +61,9 @@ class RunOptions:
             )
         for name in ("num_slots", "page_size", "num_pages", "prefill_chunk"):
             value = getattr(self, name)
-            if value is not None and (not is_int(value) or value < 1):
-                raise RequestError(f"{name} is {value!r}, must be an integer of at least 1")
+            most = _MOST[name]
+            if value is not None and (not is_int(value) or not 1 <= value <= most):
+                raise RequestError(f"{name} is {value!r}, must be an integer from 1 to {most}")
 
     def slots(self, num_requests: int) -> int:
         """Return the number of slots for so many requests."""
@@ -137,13 +142,25 @@ def token_rows(
             rows.append(list(tokenizer.encode(prompt, parse_special=True)))
         elif isinstance(prompt, (np.ndarray, jax.Array)):
             rows += _array_rows(np.asarray(prompt)[None], None)
-        elif isinstance(prompt, Sequence) and all(is_int(t) for t in prompt):
+        elif (
+            isinstance(prompt, Sequence)
+            and not isinstance(prompt, (bytes, bytearray, memoryview))
+            and all(is_int(t) for t in prompt)
+        ):
             rows.append([int(t) for t in prompt])
         else:
             raise RequestError(
-                f"prompt {index} is a {type(prompt).__name__}; pass a string or a list of ids"
+                f"prompt {index} is a {type(prompt).__name__}"
+                f"{_of_what(prompt)}; pass a string or a list of integer ids"
             )
     return rows
+
+
+def _of_what(prompt: object) -> str:
+    if not isinstance(prompt, (list, tuple)):
+        return ""
+    kinds = sorted({type(item).__name__ for item in prompt if not is_int(item)})
+    return f" with {', '.join(kinds)} in it"
 
 
 def is_int(value: object) -> bool:
@@ -217,3 +234,14 @@ def fresh_state(params: Params, requests: Requests, caps: Caps, pad_id: int) -> 
         vocab_size=params.config.vocab_size,
         pad_id=pad_id,
     )
+
+
+def typed_key(key: object) -> jax.Array:
+    """Return `key`, or raise RequestError if it is not one typed key."""
+    if not (
+        isinstance(key, jax.Array)
+        and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        and key.shape == ()
+    ):
+        raise RequestError(f"key is {key!r:.80}; pass one typed key, jax.random.key(seed)")
+    return key

@@ -452,13 +452,19 @@ def _emit(
         allowed = process_logits(raw, sampling, history)
         keys = draw_keys(sampling.key, requests.choice[row], state.num_generated, Role.DRAW)
         token = sample(allowed, sampling, keys)
+        # A row without a number to compare, or with nothing left to draw, has no answer.
+        best = jnp.max(allowed, axis=-1)
+        sane = ~jnp.any(jnp.isnan(raw), axis=-1) & ~jnp.isneginf(best)
         reported = filtered_logits(allowed, sampling) if processed else raw
     out, column = state.output, state.num_generated
+    broken = ready & ~sane
+    ready = ready & sane
     target = jnp.where(ready, state.request, num_requests)
     num_generated = column + ready.astype(jnp.int32)
     stopped = ready & is_stop(token, sampling) & (num_generated >= sampling.min_tokens)
-    finished = stopped | (ready & (num_generated >= sampling.max_tokens))
-    reason = jnp.where(stopped, Finish.STOP, Finish.LENGTH).astype(jnp.int8)
+    finished = stopped | broken | (ready & (num_generated >= sampling.max_tokens))
+    reason = jnp.where(stopped, Finish.STOP, Finish.LENGTH)
+    reason = jnp.where(broken, Finish.ABORT, reason).astype(jnp.int8)
     put = lambda leaf, value: leaf.at[target, column].set(value, mode="drop")
     num_logprobs = out.top_tokens.shape[-1]
     top_tokens, top_logprobs = out.top_tokens, out.top_logprobs

@@ -31,8 +31,14 @@ def generate_pure(
     max_tokens: int | None,
     options: RunOptions,
 ) -> Generation:
-    """Arrays in, arrays out.  Ids and lengths cannot be checked here: they must be in range."""
+    """Arrays in, arrays out.  Ids cannot be checked here and must be in range; a row whose length
+    is not 1 to T comes back aborted, with no tokens.
+    """
     config = params.config
+    if isinstance(prompts, (str, list, tuple)):
+        prompts = np.asarray(prompts)
+        if not np.issubdtype(prompts.dtype, np.integer):
+            raise RequestError("inside a trace prompts are integer ids [R, T], not text")
     prompts = jnp.asarray(prompts)
     if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
         raise RequestError(
@@ -45,11 +51,19 @@ def generate_pure(
             f"prompts is [{num_requests}, {length}]; at least one row of "
             f"1..{config.max_context - 1} tokens is needed"
         )
-    lens = (
-        jnp.full(num_requests, length, jnp.int32)
-        if prompt_lens is None
-        else jnp.asarray(prompt_lens, jnp.int32)
-    )
+    lens = jnp.full(num_requests, length, jnp.int32)
+    if prompt_lens is not None:
+        lens = jnp.asarray(prompt_lens)
+        if lens.shape != (num_requests,) or not jnp.issubdtype(lens.dtype, jnp.integer):
+            raise RequestError(
+                f"prompt_lens is {lens.dtype}{list(lens.shape)}; pass one integer per row, "
+                f"[{num_requests}]"
+            )
+        lens = lens.astype(jnp.int32)
+    # What a trace cannot refuse must not hang it: such rows run with a length that exists, and
+    # come back aborted and empty.
+    valid = (lens >= 1) & (lens <= length)
+    lens = jnp.clip(lens, 1, length)
     given, state, caps = _sampling(config, sampling, key, num_requests, length, max_tokens, options)
     requests = Requests(
         prompts=prompts.astype(jnp.int32)[given.prompt],
@@ -69,14 +83,15 @@ def generate_pure(
         processed_logprobs=caps.processed_logprobs,
     )
     out = final.output
+    valid = valid[given.prompt]
     ended = jnp.where(out.finish == Finish.RUNNING, jnp.int8(Finish.CAPACITY), out.finish)
     return Generation(
         tokens=out.tokens,
-        lengths=out.lengths,
+        lengths=jnp.where(valid, out.lengths, 0),
         logprobs=out.logprobs,
         top_tokens=out.top_tokens,
         top_logprobs=out.top_logprobs,
-        finish_reason=ended,
+        finish_reason=jnp.where(valid, ended, jnp.int8(Finish.ABORT)),
         stop_reason=out.stop_reason,
         prompt_logprobs=out.prompt_logprobs,
         prompt_top_tokens=out.prompt_top_tokens,
@@ -110,6 +125,13 @@ def _sampling(
             raise RequestError(
                 "a SamplingState may be traced: pass max_tokens=, the static room for new tokens"
             )
+        if not prepare.is_int(max_tokens) or max_tokens < 1:
+            raise RequestError(f"max_tokens is {max_tokens!r}, must be an integer of at least 1")
+        if sampling.num_requests != num_prompts:
+            raise RequestError(
+                f"the SamplingState has {sampling.num_requests} rows for {num_prompts} prompts; "
+                "give it one row per prompt"
+            )
         new = min(max_tokens, room)
         state = dataclasses.replace(sampling, max_tokens=jnp.minimum(sampling.max_tokens, new))
         index = np.arange(num_prompts, dtype=np.int32)
@@ -132,8 +154,8 @@ def _sampling(
                 "sampling inside a trace needs key= or a seed in every SamplingParams"
             )
         key = jax.random.key(0)
-    elif not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        raise RequestError("key is not a typed key; pass jax.random.key(seed)")
+    else:
+        key = prepare.typed_key(key)
     todo = rows.expand_rows([[0] * length] * num_prompts, each, config, None, room)
     caps = _caps(
         len(todo),

@@ -146,6 +146,8 @@ def _check_allowed(
     """Refuse masks that leave nothing to draw."""
     _check_ids("logit_bias", list(s.logit_bias), config)
     _check_ids("allowed_token_ids", s.allowed_token_ids or (), config)
+    if s.allowed_token_ids is None and not words and len(stops) < config.num_tokens:
+        return
     left = set(range(config.num_tokens) if s.allowed_token_ids is None else s.allowed_token_ids)
     left -= {w[0] for w in words if len(w) == 1}
     if s.min_tokens:
@@ -209,7 +211,7 @@ def sampling_state(rows: list[Row], key: jax.Array, caps: Caps, vocab_size: int)
         frequency=column([s.frequency_penalty for s in each], 0.0, np.float32),
         repetition=column([s.repetition_penalty for s in each], 1.0, np.float32),
         max_tokens=column([r.max_tokens for r in rows], 1, np.int32),
-        min_tokens=column([s.min_tokens for s in each], 0, np.int32),
+        min_tokens=column([min(r.sampling.min_tokens, r.max_tokens) for r in rows], 0, np.int32),
         stop_ids=jnp.asarray(stops),
         bias_ids=jnp.asarray(bias_ids),
         bias=jnp.asarray(bias),

@@ -28,6 +28,7 @@ class Metadata(Protocol):
     def meta_float(self, key: str, default: float = ...) -> float: ...  # noqa: D102
     def meta_bool(self, key: str, default: bool = ...) -> bool: ...  # noqa: D102
     def meta_str(self, key: str, default: str = ...) -> str: ...  # noqa: D102
+    def meta_strs(self, key: str, default: list[str] = ...) -> list[str]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True)

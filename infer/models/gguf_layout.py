@@ -57,8 +57,14 @@ GATE_UP = rows.stacked("blk.{i}.ffn_up.weight", "gate", "up")
 
 def common_fields(meta: Metadata, arch: str) -> dict[str, Any]:
     """Return the ModelConfig fields that every GGUF architecture spells alike."""
-    num_heads = meta.meta_int(f"{arch}.attention.head_count")
-    hidden = meta.meta_int(f"{arch}.embedding_length")
+    num_heads = count(meta, f"{arch}.attention.head_count")
+    hidden = count(meta, f"{arch}.embedding_length")
+    # Every layer has tensors: a larger number is a lie, and layers are built from it.
+    num_layers, most = meta.meta_int(f"{arch}.block_count"), len(meta.tensors)
+    if not 1 <= num_layers <= most:
+        raise ConfigError(
+            f"{arch}.block_count is {num_layers}, must be 1 to {most}, the tensors of the file"
+        )
     key_length = meta.meta_int(f"{arch}.attention.key_length", hidden // max(num_heads, 1))
     embedding = meta.tensors.get("token_embd.weight")
     rows = embedding.shape[0] if embedding is not None else 0
@@ -71,11 +77,11 @@ def common_fields(meta: Metadata, arch: str) -> dict[str, Any]:
     return dict(
         family=arch,
         vocab_size=rows,
-        num_tokens=len(meta.metadata.get("tokenizer.ggml.tokens", ())) or rows,
+        num_tokens=len(meta.meta_strs("tokenizer.ggml.tokens", [])) or rows,
         hidden_size=hidden,
-        intermediate_size=meta.meta_int(f"{arch}.feed_forward_length"),
+        intermediate_size=count(meta, f"{arch}.feed_forward_length"),
         num_heads=num_heads,
-        num_kv_heads=meta.meta_int(f"{arch}.attention.head_count_kv", num_heads),
+        num_kv_heads=count(meta, f"{arch}.attention.head_count_kv", num_heads),
         head_dim=key_length,
         max_context=meta.meta_int(f"{arch}.context_length"),
         norm_eps=eps,
@@ -83,6 +89,14 @@ def common_fields(meta: Metadata, arch: str) -> dict[str, Any]:
         bos_id=bos if bos >= 0 else None,
         eos_ids=(eos,) if eos >= 0 else (),
     )
+
+
+def count(meta: Metadata, key: str, *default: int) -> int:
+    """Return a number of things, at least 1; ConfigError names the key otherwise."""
+    value = meta.meta_int(key, *default)
+    if value < 1:
+        raise ConfigError(f"{key} is {value}, must be at least 1")
+    return value
 
 
 def has_bias(meta: Metadata, *parts: str) -> bool:

@@ -54,7 +54,9 @@ def filtered_logits(logits: Float[Array, "B V"], state: SamplingState) -> Float[
         return jnp.where(top_k_mask(x, k), x, -jnp.inf)
 
     def by_p(x: Array) -> Array:
-        return jnp.where(top_p_mask(x, state.top_p) | ~uses_p[:, None], x, -jnp.inf)
+        # A value that float32 flushes to 0 would keep nothing.
+        top_p = jnp.maximum(state.top_p, jnp.finfo(jnp.float32).tiny)
+        return jnp.where(top_p_mask(x, top_p) | ~uses_p[:, None], x, -jnp.inf)
 
     scaled = lax.cond(jnp.any(uses_k), by_k, lambda x: x, scaled)
     scaled = lax.cond(jnp.any(uses_p), by_p, lambda x: x, scaled)

@@ -1,6 +1,7 @@
 """The key of every random draw.
 
-A request's key is `jax.random.key(seed)` where a seed is given, else `fold_in(key, request index)`;
+A request's key is `jax.random.key(seed)` where a seed is given (both 32-bit words of a larger seed
+count, as with jax_enable_x64), else `fold_in(key, request index)`;
 the key of one draw is `fold_in(fold_in(fold_in(request key, choice), output position), role)`.
 Nothing else enters: neither slot nor batch nor chunking can change what a request draws.
 """

@@ -70,6 +70,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         freeze = lambda name, value: object.__setattr__(self, name, value)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}, must be True or False")
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if not isinstance(getattr(self, name), Sequence):
+                raise RequestError(f"{name} is {getattr(self, name)!r}, must be a sequence")
         freeze("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         freeze("stop_token_ids", tuple(self.stop_token_ids))
         words = [w if isinstance(w, str) else tuple(w) for w in self.bad_words]

@@ -149,6 +149,11 @@ def test_top_p_is_exact_at_a_large_vocabulary() -> None:
         assert kept.sum() > 1000
 
 
+@pytest.mark.parametrize("top_p", [1e-40, 1e-46, 0.0])
+def test_a_vanishing_top_p_keeps_the_likeliest_token(top_p: float) -> None:
+    assert _kept([1, 3, 2], top_p=top_p) == [1]
+
+
 def test_frequencies_of_a_filtered_draw_are_its_probabilities() -> None:
     logits = jnp.broadcast_to(jnp.asarray([2.0, 1.0, 0.0, -1.0, -5.0]), (20_000, 5))
     state = _state(20_000, 5, temperature=1.5, top_k=4, top_p=0.95)
