@@ -248,7 +248,8 @@ def _rope_problems(rope: RopeConfig, head_dim: int) -> list[str]:
     dim = head_dim if rope.dim is None else rope.dim
     if dim % 2 or not 2 <= dim <= head_dim:
         problems.append(
-            f"turns {dim} of {head_dim} dimensions; the number must be even, at least 2 and at most head_dim"
+            f"turns {dim} of {head_dim} dimensions; the number must be even, at least 2 and "
+            "at most head_dim"
         )
     if not _positive(rope.theta):
         problems.append(f"has rope theta {rope.theta}, must be positive and finite")

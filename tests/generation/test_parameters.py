@@ -9,6 +9,7 @@ import infer
 from infer.compiling import num_traces
 from infer.errors import RequestError
 from infer.models import decoder
+from infer.models.params import Params
 from infer.sampling import SamplingParams
 from tests.generation.test_generate import GREEDY, _forward, _Letters, _prompts
 from tests.models import tiny
@@ -152,3 +153,52 @@ def test_stop_strings_cut_text_and_tokens_and_free_the_slot() -> None:
 def test_what_cannot_be_served_is_refused(sampling, message) -> None:
     with pytest.raises(RequestError, match=message):
         infer.generate(tiny.llama(), [[1, 2]], sampling=sampling)
+
+
+def test_a_row_without_a_number_to_compare_is_aborted_and_its_neighbours_are_not() -> None:
+    params = tiny.llama()
+    embed = params.embed.at[77].set(jnp.nan)
+    head = params.embed
+    config = tiny.llama_config(tied_embeddings=False)
+    broken = Params(**(vars(params) | {"embed": embed, "lm_head": head, "config": config}))
+    prompts = [[1, 2, 3], [1, 77, 3], [4, 5, 6]]
+    out = infer.generate(broken, prompts, sampling=GREEDY(max_tokens=4), num_slots=2)
+    assert out.finish_reason == ["length", "abort", "length"]
+    assert out.lengths.tolist() == [4, 0, 4]
+    clean = infer.generate(params, prompts, sampling=GREEDY(max_tokens=4), num_slots=2)
+    assert out.token_ids(0) == clean.token_ids(0)
+    assert out.token_ids(2) == clean.token_ids(2)
+
+
+def test_inside_a_trace_a_length_that_cannot_be_ends_its_row_alone() -> None:
+    params, prompts = tiny.llama(), jnp.asarray(_prompts(8, 8, 8), jnp.int32)
+    run = jax.jit(
+        lambda n: infer.generate(params, prompts, prompt_lens=n, sampling=GREEDY(max_tokens=3))
+    )
+    out = run(jnp.asarray([8, 0, 9], jnp.int32))
+    assert out.finish_reason.tolist() == [2, 4, 4]
+    assert out.lengths.tolist() == [3, 0, 0]
+    whole = run(jnp.asarray([8, 8, 8], jnp.int32))
+    np.testing.assert_array_equal(out.tokens[0], whole.tokens[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(prompt_lens=jnp.asarray([2], jnp.int32)), r"pass one integer per row, \[2\]"),
+        (dict(prompt_lens=jnp.asarray([2.7, 1.0])), "prompt_lens is float32"),
+        (dict(key=jnp.zeros(2, jnp.uint32), sampling=SamplingParams()), "pass one typed key"),
+        (dict(sampling=SamplingParams(stop="x", temperature=0)), "stop strings are host work"),
+    ],
+)
+def test_inside_a_trace_what_is_static_is_checked(options, message) -> None:
+    prompts = jnp.asarray(_prompts(8, 8), jnp.int32)
+    with pytest.raises(RequestError, match=message):
+        jax.jit(lambda t: infer.generate(tiny.llama(), t, **options))(prompts)
+
+
+def test_bytes_are_not_token_ids() -> None:
+    with pytest.raises(RequestError, match="prompt 0 is a bytes"):
+        infer.generate(tiny.llama(), [b"hello"])
+    with pytest.raises(RequestError, match="prompt 0 is a list with bool in it"):
+        infer.generate(tiny.llama(), [[True, 1]])

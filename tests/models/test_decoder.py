@@ -109,6 +109,11 @@ def test_weights_that_do_not_fit_their_configuration_are_all_listed() -> None:
         ({"layers": ()}, "num_layers is 0"),
         ({"layers": (LayerConfig(window=0),)}, "layer 0 has a window of 0"),
         ({"layers": (LayerConfig(rope=RopeConfig(dim=10)),)}, "layer 0 turns 10 of 8 dimensions"),
+        ({"layers": (LayerConfig(rope=RopeConfig(dim=-2)),)}, "layer 0 turns -2 of 8 dimensions"),
+        ({"layers": (LayerConfig(rope=RopeConfig(theta=float("inf"))),)}, "rope theta inf"),
+        ({"layers": (LayerConfig(window=2**40),)}, "window of 1099511627776"),
+        ({"final_softcap": float("nan")}, "final_softcap is nan"),
+        ({"max_context": 1}, "max_context is 1"),
     ],
 )
 def test_a_configuration_that_cannot_work_says_why(change, message) -> None:
