@@ -88,7 +88,7 @@ CASES = {
             rope_parameters=dict(
                 rope_type="yarn",
                 rope_theta=1e4,
-                factor=8.0,
+                factor=4.0,
                 original_max_position_embeddings=128,
             )
         ),
