@@ -68,13 +68,10 @@ def plan(
         name = names.get(field)
         if name is None:
             raise ConfigError(f"{config.family} has no tensor for {field} in this kind of file")
-        part = name if isinstance(name, Part) else None
-        return Slot(
-            field=field,
-            tensor=(name if part is None else part.tensor).format(i=i),
-            shape=shape,
-            rows=None if part is None else part.rows(config),
-        )
+        if isinstance(name, Part):
+            tensor, rows = name.tensor.format(i=i), name.rows(config)
+            return Slot(field=field, tensor=tensor, shape=shape, rows=rows)
+        return Slot(field=field, tensor=name.format(i=i), shape=shape)
 
     layers = tuple(
         LayerParams(
