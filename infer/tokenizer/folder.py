@@ -124,7 +124,7 @@ def _ids(values: Mapping[str, Any], key: str, size: int) -> list[int]:
 
 
 def chat_templates(folder: ModelFolder, config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return chat templates by name: those of files, or else those of `config`, which is
+    """Return chat templates by name: those of files first, then those of `config`, which is
     tokenizer_config.json.
     """
     if config is None:
@@ -132,12 +132,11 @@ def chat_templates(folder: ModelFolder, config: Mapping[str, Any] | None = None)
     found: dict[str, str] = {}
     if (own := folder.text("chat_template.jinja")) is not None:
         found["default"] = own
-        if (folder.path / _TEMPLATES).is_dir():
-            for path in sorted((folder.path / _TEMPLATES).glob("*.jinja")):
-                text = folder.text(f"{_TEMPLATES}/{path.name}")
-                if text is not None:
-                    found[path.stem] = text
-        return found
+    if (folder.path / _TEMPLATES).is_dir():
+        for path in sorted((folder.path / _TEMPLATES).glob("*.jinja")):
+            text = folder.text(f"{_TEMPLATES}/{path.name}")
+            if text is not None:
+                found[path.stem] = text
     older = folder.json("chat_template.json") or {}
     for source in (older.get("chat_template"), config.get("chat_template")):
         if isinstance(source, str):

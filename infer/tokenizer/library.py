@@ -79,12 +79,16 @@ class LibraryCodec:
     @cached_property
     def prefix(self) -> tuple[int, ...]:
         """The ids that the file's post-processor puts in front of a text."""
-        with _guarded(WeightFormatError, f"{self._what}: cannot encode"):
-            bare = self._plain.encode("a", add_special_tokens=False).ids
-            full = self._plain.encode("a", add_special_tokens=True).ids
-        for start in range(len(full) - len(bare) + 1):
-            if full[start : start + len(bare)] == bare:
-                return tuple(full[:start])
+        for text in ("a", *self.tokens[:8]):
+            try:
+                with _guarded(WeightFormatError, self._what):
+                    bare = self._plain.encode(text, add_special_tokens=False).ids
+                    full = self._plain.encode(text, add_special_tokens=True).ids
+            except WeightFormatError:  # not every text has ids
+                continue
+            for start in range(len(full) - len(bare) + 1):
+                if bare and full[start : start + len(bare)] == bare:
+                    return tuple(full[:start])
         return ()
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -79,9 +80,10 @@ def pull(name: str, *, revision: str | None = None, progress: Progress | None = 
         return _fetch(hub, repository, revision, info, progress)
     except (ConfigError, WeightFormatError):
         raise
-    except hub.errors.EntryNotFoundError as error:
-        raise ConfigError(f"{repository}: {_line(error)}") from None
     except Exception as error:
+        gone = isinstance(error, hub.errors.EntryNotFoundError)
+        if gone and not isinstance(error, hub.errors.LocalEntryNotFoundError):
+            raise ConfigError(f"{repository}: {_line(error)}") from None
         raise ConnectionError(
             f"{repository} could not be fetched whole ({_line(error)}); run `infer pull"
             f" {repository}` again, it goes on where it stopped"
@@ -117,11 +119,16 @@ def _library(repository: str) -> Any:
         ) from None
 
 
+def _api(hub: Any) -> Any:
+    # By name: the library reads HF_ENDPOINT only when it is imported.
+    return hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+
+
 def _info(hub: Any, repository: str, revision: str | None) -> Any:
     """Return what the hub says of a repository; ConfigError where asking again would not help."""
     errors = hub.errors
     try:
-        return hub.HfApi().model_info(repository, revision=revision, files_metadata=True)
+        return _api(hub).model_info(repository, revision=revision, files_metadata=True)
     except errors.GatedRepoError:
         raise ConfigError(
             f"{repository} is gated; accept its terms on the hub and set HF_TOKEN to a token of"
@@ -180,7 +187,8 @@ def _fetch(
 ) -> Path:
     """Fetch the small files, see whether the model can be loaded, and fetch its weights."""
     # By the revision's name, so that the cache knows it offline; the others by its commit.
-    first = Path(hub.hf_hub_download(repository, "config.json", revision=revision))
+    download = _api(hub).hf_hub_download
+    first = Path(download(repository, "config.json", revision=revision))
     commit = first.parent.name
     if info.sha != commit:  # it moved since
         info = _info(hub, repository, commit)
@@ -195,7 +203,7 @@ def _fetch(
             " safetensors or GGUF version"
         )
     for name in [*small, *index]:
-        hub.hf_hub_download(repository, name, revision=commit)
+        download(repository, name, revision=commit)
     folder = ModelFolder(first.parent)
     describe(folder)
     weights = single or alone
@@ -216,15 +224,15 @@ def _fetch(
     for name in weights:
         before = done
         if not isinstance(hub.try_to_load_from_cache(repository, name, revision=commit), str):
-            path = Path(hub.hf_hub_download(repository, name, revision=commit, **_bar(hub, report)))
+            path = Path(download(repository, name, revision=commit, **_bar(download, report)))
             _check(path, files[name])
         report(before + (getattr(files[name], "size", None) or 0) - done)
     return first.parent
 
 
-def _bar(hub: Any, report: Callable[[float], None]) -> dict[str, Any]:
+def _bar(download: Callable[..., str], report: Callable[[float], None]) -> dict[str, Any]:
     """Return the options that make the library report its progress to us and draw nothing."""
-    if "tqdm_class" not in inspect.signature(hub.hf_hub_download).parameters:
+    if "tqdm_class" not in inspect.signature(download).parameters:
         return {}
     base = importlib.import_module("huggingface_hub.utils").tqdm
 

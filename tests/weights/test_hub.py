@@ -51,7 +51,7 @@ def server(
 ) -> Iterator[hub_server.Hub]:
     old = dict(files) | {"generation_config.json": b'{"eos_token_id": 9}'}
     with hub_server.serve({ID: {"main": dict(files), "old": old}}) as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.endpoint)
+        monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         yield running
 
@@ -90,7 +90,10 @@ def test_a_revision_is_pinned(server: hub_server.Hub) -> None:
         infer.load("smollm2-135m", revision="main")
 
 
-def test_a_broken_download_goes_on(server: hub_server.Hub, files: dict[str, bytes]) -> None:
+def test_a_broken_download_goes_on(
+    server: hub_server.Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
     name = max((n for n in files if n.endswith("safetensors") and "/" not in n), key=len)
     server.cut[name] = 1000
     steps: list[tuple[str, int, int]] = []
@@ -117,7 +120,7 @@ def test_offline_a_whole_copy_is_used(
 
 
 def test_a_hub_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConnectionError, match="the hub does not answer"):
         hub.pull(ID)
