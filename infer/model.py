@@ -17,9 +17,11 @@ from infer.generation import GenerationResult, TextStream, generate, stream
 from infer.models.params import Params
 from infer.sampling import SamplingParams
 from infer.tokenizer import Tokenizer
-from infer.weights import bundled
+from infer.weights import bundled, hub
+from infer.weights.folder import load_folder
 from infer.weights.gguf import GGUFFile
-from infer.weights.load import Progress, load_gguf
+from infer.weights.load import load_gguf
+from infer.weights.slots import Progress
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -74,26 +76,40 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     packed: bool = False,
+    revision: str | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Load a model.
 
     Args:
-        name: a known name (`infer models` lists them; fetched when missing) or the path of a GGUF
-            file.
+        name: a known name (`infer models` lists them; fetched when missing), the path of a GGUF
+            file, a folder in transformers' layout, or a hub id: "org/name" or "org/name@revision".
+            A path that exists is never taken for a hub id.
         dtype: of activations and unpacked weights; None is float32 on a CPU and bfloat16 on a GPU.
         packed: keep quantised matrices as in the file: least memory, decoded inside the program.
+        revision: of a hub id: a branch, tag or commit.
         progress: called with (bytes done, bytes in all) while weights are read.
 
     Raises:
         ConfigError: an unknown name, dtype, or architecture.
+        ConnectionError: a hub id that is not in the cache, and no network.
         WeightFormatError: the file is broken or of a kind that is not read.
         CapacityError: the weights do not fit in memory.
     """
-    path = resolve(name)
-    if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    params = load_gguf(path, dtype=_checked_dtype(dtype), packed=packed, progress=progress)
+    path = resolve(name, revision=revision)
+    default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    checked = _checked_dtype(default if dtype is None else dtype)
+    if path.is_dir():
+        if packed:
+            raise ConfigError(
+                f"packed=True keeps the blocks of a GGUF file, and {path} is a folder; leave it out"
+            )
+        tokenizer = Tokenizer.from_folder(path)
+        params = load_folder(
+            path, dtype=checked, num_tokens=tokenizer.vocab_size, progress=progress
+        )
+        return Model(params=params, tokenizer=tokenizer, name=str(name), path=path)
+    params = load_gguf(path, dtype=checked, packed=packed, progress=progress)
     with GGUFFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file.metadata)
     return Model(params=params, tokenizer=tokenizer, name=str(name), path=path)
@@ -109,15 +125,27 @@ def _checked_dtype(dtype: DTypeLike) -> Any:
     return jnp.dtype(name)
 
 
-def resolve(name: str | Path) -> Path:
-    """Return the file that `name` stands for; a known name that is missing is fetched."""
+def resolve(name: str | Path, *, revision: str | None = None) -> Path:
+    """Return the file or folder that `name` stands for, fetching what is missing.
+
+    Tried in this order: a known name, a file, a folder, a hub id.
+
+    Raises:
+        ConfigError: it is none of them; the message lists what was tried.
+    """
+    if revision is not None and (hub.parse(str(name)) is None or Path(name).exists()):
+        raise ConfigError(f"revision={revision!r} goes with a hub id, and {str(name)!r} is none")
     if str(name) in bundled.known_models():
         return bundled.pull(str(name))
     path = Path(name).expanduser()
-    if path.is_file():
+    if path.suffix == ".safetensors" and path.is_file():
+        raise ConfigError(f"{path} is a part of a model; give its folder, {path.parent}")
+    if path.is_file() or path.is_dir():
         return path
+    if isinstance(name, str) and hub.parse(name) is not None and path.suffix != ".gguf":
+        return hub.pull(name, revision=revision)
     known = ", ".join(sorted(bundled.known_models()))
     raise ConfigError(
-        f"{str(name)!r} is neither a known model ({known}) nor a file; give one of these or a "
-        ".gguf path"
+        f"{str(name)!r} is neither a known model ({known}) nor a file, a folder or a hub id; give"
+        " one of these, a .gguf path, a folder with config.json, or org/name"
     )

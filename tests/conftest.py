@@ -26,3 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run of tests/models/test_families.py write docs/models.md."""
+    parser.addoption(
+        "--write-support-matrix", action="store_true", help="measure anew and write docs/models.md"
+    )

@@ -18,7 +18,7 @@ _STATS = ("compile_s", "ttft_s", "decode_tokens_per_s", "prefill_tokens_per_s", 
 _OPTIONAL_STATS = ("acceptance_rate", "seed")
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="A known name or the path of a GGUF file.")
+    str, typer.Option("--model", "-m", help="A known name, a GGUF file, a folder, or a hub id.")
 ]
 TemperatureOption = Annotated[
     float | None, typer.Option(help="0 is greedy [default: 0; 1 with a sampling option].")

@@ -1,4 +1,4 @@
-"""`infer info`: what a model file holds, and what fits on a chip.  Reads the header; no JAX."""
+"""`infer info`: what a model file holds, and what fits on a chip.  Reads headers; no JAX."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,14 @@ from infer import hardware
 from infer.errors import WeightFormatError
 from infer.plan import capacity, roofline
 from infer.plan.shape import kv_bytes_per_token
-from infer.weights import bundled
+from infer.weights import bundled, hub
 from infer.weights.summary import Summary, summarise
 
 _KV_BYTES = {"bf16": 2, "f32": 4}
 
 
 def info(
-    model: Annotated[str, typer.Argument(help="A known name or the path of a GGUF file.")],
+    model: Annotated[str, typer.Argument(help="A known name, a GGUF file, a folder, or a hub id.")],
     chip: Annotated[
         str | None, typer.Option(help=f"Also what fits on: {', '.join(hardware.chip_names())}.")
     ] = None,
@@ -36,25 +36,36 @@ def info(
 
 
 def model_file(model: str) -> Path:
-    """Return the file that `model` names: a known name that is cached, or a path."""
+    """Return the file or folder that `model` names: a known name or a hub id that is cached, or a
+    path.
+    """
     if model in bundled.known_models():
         path = bundled.cached(model)
         if path is None:
             raise FileNotFoundError(f"{model} is not in the cache; run `infer pull {model}`")
         return path
-    path = Path(model)
-    if path.is_dir():
-        raise IsADirectoryError(f"{model} is a folder; info reads GGUF files: name the file in it")
-    if not path.exists():
-        known = ", ".join(sorted(bundled.known_models()))
-        raise FileNotFoundError(f"{model} is no file and no known model; known: {known}")
-    return path
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if hub.parse(model) is not None:
+        found = hub.cached(model)
+        if found is None:
+            raise FileNotFoundError(
+                f"{model} is no file, and as a hub id it is not in the cache; run `infer pull"
+                f" {model}`"
+            )
+        return found
+    known = ", ".join(sorted(bundled.known_models()))
+    raise FileNotFoundError(f"{model} is no file and no known model; known: {known}")
 
 
 def summary_of(path: Path) -> tuple[Summary, list[Path]]:
-    """Return the summary of the GGUF file at `path`, and all files of the model."""
+    """Return the summary of the GGUF file or the folder at `path`, and all files of the weights."""
+    from infer.weights.folder_summary import summarise_folder
     from infer.weights.gguf import GGUFFile
 
+    if path.is_dir():
+        return summarise_folder(path), sorted(path.glob("*.safetensors"))
     with GGUFFile.open(path) as file:
         try:
             return summarise(file), [Path(p) for p in file.paths]

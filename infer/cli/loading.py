@@ -2,10 +2,11 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from infer.cli.progress import progress_bars
-from infer.weights import bundled
+from infer.weights import bundled, hub
 
 
 def use_compilation_cache() -> None:
@@ -27,6 +28,8 @@ def load_model(model: str, dtype: str | None = None, packed: bool = False) -> tu
     with progress_bars() as update:
         if model in bundled.known_models():
             bundled.pull(model, progress=update)
+        elif not Path(model).expanduser().exists() and hub.parse(model) is not None:
+            model = str(hub.pull(model, progress=update))
         start = time.perf_counter()
         options: dict[str, Any] = {"packed": True} if packed else {}
         if update is not None:

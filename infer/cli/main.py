@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from infer.cli import chat, generate, info, models
+from infer.cli import chat, convert, generate, info, models
 from infer.errors import CapacityError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -44,6 +44,7 @@ app.command("chat")(chat.chat)
 app.command("pull")(models.pull)
 app.command("models")(models.models)
 app.command("info")(info.info)
+app.command("convert")(convert.convert)
 
 
 def _print_version(wanted: bool) -> bool:

@@ -7,18 +7,24 @@ from typing import Annotated
 import typer
 
 from infer.cli.progress import progress_bars
-from infer.weights import bundled
+from infer.weights import bundled, hub
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="A name that `infer models` lists.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="A name that `infer models` lists, or a hub id: org/name@revision."),
+    ],
     verify: Annotated[
         bool, typer.Option("--verify", help="Hash a file that is already there, too.")
     ] = False,
 ) -> None:
     """Fetch a model into the cache, check it, and print its path."""
     with progress_bars() as update:
-        path = bundled.pull(name, progress=update, verify=verify)
+        if name not in bundled.known_models() and hub.parse(name) is not None:
+            path = hub.pull(name, progress=update)
+        else:
+            path = bundled.pull(name, progress=update, verify=verify)
     print(path)
 
 

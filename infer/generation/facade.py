@@ -57,6 +57,9 @@ def generate(
     """Generate from every prompt: prefill, decode, sampling and refill of slots in one compiled
     program.
 
+    Models whose rotary frequencies depend on the length of a sequence (dynamic NTK, LongRoPE) take
+    the planned one, a prompt's tokens and its `max_tokens`, from the first token on.
+
     Args:
         params: weights; a pytree whose static `config` says what the model is.
         prompts: a list of strings (needs `tokenizer`), a list of lists of ids, or an integer array

@@ -139,7 +139,8 @@ def forward(
 def score(params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S1"]:
     """Return log p(token t+1 | tokens 0..t) [B, S - 1], float32, differentiable in `params`.
 
-    The distribution is the raw model's, before any temperature or filter.
+    The distribution is the raw model's, before any temperature or filter.  Rotary scalings that
+    depend on a length take S.
     """
     y = jax.nn.log_softmax(forward(params, tokens)[:, :-1], axis=-1)
     return jnp.take_along_axis(y, tokens[:, 1:, None], axis=-1, mode="clip")[..., 0]

@@ -9,6 +9,7 @@ from infer.models import (
     gemma3,
     glm4,
     gpt2,
+    gpt_neox,
     granite,
     llama,
     mistral,
@@ -38,6 +39,7 @@ _ALL = (
     glm4.FAMILY,
     cohere2.FAMILY,
     gpt2.FAMILY,
+    gpt_neox.FAMILY,
 )
 FAMILIES = {family.name: family for family in _ALL}
 

@@ -18,7 +18,7 @@ def _letters() -> dict[int, str]:
     }
 
 
-_BYTE_OF_LETTER = {letter: byte for byte, letter in _letters().items()}
+BYTE_OF_LETTER = {letter: byte for byte, letter in _letters().items()}
 
 
 class ByteLevelCodec:
@@ -43,7 +43,7 @@ class ByteLevelCodec:
         token_type = self._vocabulary.types[token_id]
         if token_type not in SPECIAL and token_type != TokenType.USER_DEFINED:
             try:
-                return bytes(map(_BYTE_OF_LETTER.__getitem__, text))
+                return bytes(map(BYTE_OF_LETTER.__getitem__, text))
             except KeyError:
                 pass
         return text.encode()

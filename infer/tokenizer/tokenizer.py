@@ -1,13 +1,19 @@
-"""The tokenizer that the rest of the package uses, built from the metadata of a GGUF file."""
+"""The tokenizer that the rest of the package uses, built from the metadata of a GGUF file or from
+the files of a folder.
+"""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import index
 from typing import Any, SupportsIndex
 
 from infer.errors import ConfigError, RequestError
+from infer.model_files import ModelFolder
 from infer.tokenizer.byte_level import ByteLevelCodec
 from infer.tokenizer.decoding import DecodeStream
+from infer.tokenizer.folder import Parts, parts_of, parts_of_folder
+from infer.tokenizer.library import LibraryCodec
 from infer.tokenizer.score_merge import ScoreMergeCodec
 from infer.tokenizer.splitting import TokenSplitter
 from infer.tokenizer.vocabulary import SPECIAL, TokenType, Vocabulary
@@ -21,11 +27,23 @@ class Tokenizer:
     away for some vocabularies), so that the text of a stream never changes afterwards.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, chat_template: str | None = None):
+    def __init__(self, parts: Vocabulary | Parts, *, chat_template: str | None = None):
+        if isinstance(parts, Vocabulary):
+            vocabulary, self._prefix = parts, () if parts.bos_id is None else (parts.bos_id,)
+            is_llama = vocabulary.kind == "llama"
+            self._codec = ScoreMergeCodec(vocabulary) if is_llama else ByteLevelCodec(vocabulary)
+            templates: Mapping[str, str] = {}
+            if vocabulary.chat_template:
+                templates = {"default": vocabulary.chat_template}
+        else:
+            vocabulary, self._codec, templates = parts.vocabulary, parts.codec, parts.templates
+            bos = () if vocabulary.bos_id is None else (vocabulary.bos_id,)
+            self._prefix = parts.prefix or bos
         self._vocabulary = vocabulary
-        self._chat_template = chat_template or vocabulary.chat_template
-        is_llama = vocabulary.kind == "llama"
-        self._codec = ScoreMergeCodec(vocabulary) if is_llama else ByteLevelCodec(vocabulary)
+        self._templates = dict(templates)
+        if chat_template:
+            self._templates["default"] = chat_template
+        self._compiled: dict[str, Any] = {}
 
     @classmethod
     def from_gguf(
@@ -41,6 +59,43 @@ class Tokenizer:
             WeightFormatError: a key is missing or broken, or the kind of tokenizer is not known.
         """
         return cls(Vocabulary.from_gguf(metadata), chat_template=chat_template)
+
+    @classmethod
+    def from_folder(
+        cls, path: str | os.PathLike[str], *, chat_template: str | None = None
+    ) -> "Tokenizer":
+        """Build the tokenizer of a folder in transformers' layout.
+
+        Args:
+            path: of a folder with tokenizer.json; the files beside it name special tokens, the ids
+                that end a generation, and chat templates.
+            chat_template: used in place of the folder's own.
+
+        Raises:
+            WeightFormatError: a file is missing, broken, or decodes in a way that is not followed.
+        """
+        return cls(parts_of_folder(ModelFolder(path)), chat_template=chat_template)
+
+    @classmethod
+    def from_tokenizer_json(
+        cls,
+        source: str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> "Tokenizer":
+        """Build the tokenizer that the text of a tokenizer.json describes.
+
+        Args:
+            source: the text.
+            config: what tokenizer_config.json says.
+            chat_template: the source of a template.
+
+        Raises:
+            WeightFormatError: it is broken, or decodes in a way that is not followed.
+        """
+        parts = parts_of(source, config=config or {}, ids=[], templates={})
+        return cls(parts, chat_template=chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -80,7 +135,14 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The source of the chat template: the one given, else the file's."""
-        return self._chat_template
+        return self._templates.get("default")
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """The sources of all chat templates by name; the one that is used unless told otherwise is
+        "default".
+        """
+        return dict(self._templates)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -92,7 +154,8 @@ class Tokenizer:
     ) -> list[int]:
         """Turn text into ids.
 
-        BOS stands in front at most once: where the parsed text begins with it, none is added. EOS
+        BOS stands in front at most once: where the parsed text begins with it, none is added. A
+        tokenizer.json may put several tokens there, which then count as one. EOS
         is never added, whatever the file says: a prompt goes on. The empty text is `[bos]` or,
         without BOS, `[]`, which `generate` refuses.
 
@@ -105,13 +168,17 @@ class Tokenizer:
             RequestError: not a string, a lone surrogate, or BOS was asked for and there is none.
         """
         _check_text(text)
-        splitter = self._special_splitter if parse_special else self._plain_splitter
-        ids = self._encode_parts(text, splitter)
+        if isinstance(self._codec, LibraryCodec):
+            ids = self._codec.encode(text, parse_special)
+        else:
+            splitter = self._special_splitter if parse_special else self._plain_splitter
+            ids = self._encode_parts(text, self._codec, splitter)
         if self.add_bos if add_bos is None else add_bos:
-            if self.bos_id is None:
+            prefix = list(self._prefix)
+            if not prefix:
                 raise RequestError("add_bos=True, but this tokenizer has no BOS token; use False")
-            if not ids or ids[0] != self.bos_id:
-                ids.insert(0, self.bos_id)
+            if ids[: len(prefix)] != prefix:
+                ids = prefix + ids
         return ids
 
     def decode(
@@ -160,6 +227,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tokenize: bool = True,
         tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
         **variables: Any,
     ) -> list[int] | str:
         """Render a conversation with the chat template and, unless told otherwise, encode it.
@@ -173,13 +241,15 @@ class Tokenizer:
             add_generation_prompt: end where the assistant's answer begins.
             tokenize: return ids; False returns the text.
             tools: descriptions of functions, as the template expects them.
+            chat_template: the name of one of `chat_templates`, or the source of another.  None:
+                "tool_use" where there are tools and a template of that name, else "default".
             variables: further variables of the template, such as enable_thinking.
 
         Raises:
             ConfigError: there is no chat template, or it does not compile.
             RequestError: the template refused the messages, failed, or did what it may not.
         """
-        text = self._chat.render(
+        text = self._chat(chat_template, tools).render(
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
@@ -188,16 +258,23 @@ class Tokenizer:
         )
         return self.encode(text, parse_special=True) if tokenize else text
 
-    @cached_property
-    def _chat(self) -> Any:
+    def _chat(self, wanted: str | None, tools: Sequence[Any] | None) -> Any:
         from infer.tokenizer.chat import ChatTemplate
 
-        if self.chat_template is None:
-            raise ConfigError(
-                "this model has no chat template (a base model?); "
-                "pass chat_template=... or use completion"
-            )
-        return ChatTemplate(self.chat_template)
+        if wanted is None:
+            wanted = "tool_use" if tools and "tool_use" in self._templates else "default"
+            if wanted not in self._templates:
+                others = ", ".join(self._templates)
+                raise ConfigError(
+                    f"this model has no default chat template; choose one of {others}"
+                    if others
+                    else "this model has no chat template (a base model?); "
+                    "pass chat_template=... or use completion"
+                )
+        source = self._templates.get(wanted, wanted)
+        if source not in self._compiled:
+            self._compiled[source] = ChatTemplate(source)
+        return self._compiled[source]
 
     def _token_texts(self) -> dict[str, str]:
         tokens = self._vocabulary.tokens
@@ -221,7 +298,9 @@ class Tokenizer:
         tokens = self._vocabulary.tokens
         return TokenSplitter({tokens[i]: i for i in self._vocabulary.ids_of(*kinds)})
 
-    def _encode_parts(self, text: str, splitter: TokenSplitter) -> list[int]:
+    def _encode_parts(
+        self, text: str, codec: ScoreMergeCodec | ByteLevelCodec, splitter: TokenSplitter
+    ) -> list[int]:
         """Ids of a text; the space prefix, where it is the rule, begins each stretch of plain text.
 
         llama.cpp begins another stretch after a user-defined token; SentencePiece, and we, do not.
@@ -230,13 +309,13 @@ class Tokenizer:
         stretch_start = self.add_space_prefix
         for part in splitter.split(text):
             if isinstance(part, str):
-                ids.extend(self._codec.encode(" " + part if stretch_start else part))
+                ids.extend(codec.encode(" " + part if stretch_start else part))
             elif part in self.special_ids:
                 ids.append(part)
                 stretch_start = self.add_space_prefix
                 continue
             else:
-                ids.extend(self._codec.encode(" ") if stretch_start else [])
+                ids.extend(codec.encode(" ") if stretch_start else [])
                 ids.append(part)
             stretch_start = False
         return ids

@@ -14,7 +14,7 @@ _PREFIX = "tokenizer.ggml."
 KINDS = ("gpt2", "llama")
 
 # Texts that end a turn or a document when they are control tokens, as llama.cpp lists them.
-# `_end_ids` says which of llama.cpp's further rules are followed.
+# `end_ids` says which of llama.cpp's further rules are followed.
 _END_TEXTS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> "
     "<|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> "
@@ -42,7 +42,8 @@ class Vocabulary:
     """What a tokenizer is made of.
 
     Attributes:
-        kind: "gpt2" (byte-level BPE with merges) or "llama" (SentencePiece BPE with scores).
+        kind: "gpt2" (byte-level BPE with merges), "llama" (SentencePiece BPE with scores) or
+            "library" (tokenizer.json, which the `tokenizers` library reads).
         tokens: the text of each id, as the file writes it.
         ids: the inverse of `tokens`.
         types: one TokenType value per id, one byte each.
@@ -128,7 +129,7 @@ class Vocabulary:
             add_bos=add_bos,
             add_space_prefix=_get(metadata, "add_space_prefix", bool, True) if is_llama else False,
             bos_id=bos,
-            eos_ids=_end_ids(named_ends, ids, types),
+            eos_ids=end_ids(named_ends, ids, types),
             pad_id=pad,
             unk_id=unk,
             chat_template=template,
@@ -250,7 +251,7 @@ def _special_id(
     return int(value)
 
 
-def _end_ids(named: list[int], ids: Mapping[str, int], types: bytes) -> tuple[int, ...]:
+def end_ids(named: list[int], ids: Mapping[str, int], types: bytes) -> tuple[int, ...]:
     """Ids that end a generation: those the file names, then control tokens with a known text.
 
     Source: llama.cpp, `llama_vocab::impl::load`, the end-of-generation list, its exceptions for

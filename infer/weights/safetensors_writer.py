@@ -196,7 +196,7 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None) ->
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(name: str, entry: Entry) -> memoryview:
+def _bytes(name: str, entry: Entry) -> Any:
     array = np.asarray(entry.read())
     bits, dtype = DTYPES[entry.dtype]
     packed = bits < 8 and array.dtype == np.uint8 and array.nbytes == entry.nbytes
@@ -205,7 +205,7 @@ def _bytes(name: str, entry: Entry) -> memoryview:
             f"tensor {name!r} reads as {array.dtype} {list(array.shape)}, and its entry says"
             f" {entry.dtype} {list(entry.shape)}"
         )
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).cast("B")
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # a buffer: nothing is copied
 
 
 def _umask() -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -128,7 +128,7 @@ def summarise(file: _File) -> Summary:
         weight_bytes=weight_bytes,
         active_params=num_params - int(idle * sum(params[t.name] for t in routed)),
         active_bytes=weight_bytes - int(idle * sum(t.nbytes for t in routed)),
-        types=_totals(tensors),
+        types=totals(tensors),
         layers=layers,
         tokenizer=meta.get("tokenizer.ggml.model", str),
         pre_tokenizer=meta.get("tokenizer.ggml.pre", str),
@@ -268,7 +268,7 @@ def _check_tokenizer(meta: _Metadata) -> None:
             raise WeightFormatError(f"{key} has {len(values)} entries for {len(tokens)} tokens")
 
 
-def _totals(tensors: list[_Tensor]) -> dict[str, TypeTotal]:
+def totals(tensors: Sequence[_Tensor]) -> dict[str, TypeTotal]:
     """Return the totals of each tensor type, the one with most bytes first."""
     groups: dict[str, list[_Tensor]] = {}
     for tensor in tensors:

@@ -88,7 +88,7 @@ CASES = {
             rope_parameters=dict(
                 rope_type="yarn",
                 rope_theta=1e4,
-                factor=8.0,
+                factor=4.0,
                 original_max_position_embeddings=128,
             )
         ),
@@ -194,6 +194,7 @@ def build(case: str, folder: Path) -> tuple[torch.nn.Module, dict, list]:
 
 def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[np.ndarray, float]:
     """Return the ids that transformers generates, and the smallest gap between two best logits."""
+    model.generation_config.eos_token_id = None  # what an absent one would fall back to
     out = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -203,6 +204,7 @@ def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[np.ndarray, fl
         output_logits=True,
         return_dict_in_generate=True,
     )
+    assert out.sequences.shape[1] == PROMPT + NEW, out.sequences.shape
     best = torch.cat(out.logits).topk(2, dim=-1).values
     return out.sequences[0, prompt.shape[1] :].numpy(), float((best[:, 0] - best[:, 1]).min())
 

@@ -113,7 +113,7 @@ def test_names_cannot_steer_the_terminal(gguf: Any, capsys: pytest.CaptureFixtur
     [
         ("smollm2-135m", "smollm2-135m is not in the cache; run `infer pull smollm2-135m`"),
         ("/no/such.gguf", "/no/such.gguf is no file and no known model; known: gemma3-270m, smo"),
-        (".", ". is a folder; info reads GGUF files"),
+        ("tests", "tests: has no config.json; give a folder in transformers' layout"),
     ],
 )
 def test_missing_files_end_quickly_without_jax(name: str, message: str, tmp_path: Path):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import infer
-from infer.config import LayerConfig, ModelConfig, RopeConfig
+from infer.config import LayerConfig, ModelConfig, RopeConfig, RopeScaling, RopeScalingKind
 from infer.errors import ConfigError
 from infer.models import decoder
 from infer.models.gemma3 import layer_pattern
-from infer.models.params import Params, validate
+from infer.models.params import Params, random_params, validate
 from tests.models import tiny
 
 
@@ -56,6 +56,30 @@ def test_a_token_never_sees_what_comes_after_it(params: Params) -> None:
     before, after = forward(params, jnp.asarray(tokens)), forward(params, jnp.asarray(changed))
     np.testing.assert_allclose(before[:, :8, :90], after[:, :8, :90], atol=1e-6)
     assert np.abs(before[:, 8:, :90] - after[:, 8:, :90]).max() > 1e-2
+
+
+def test_sinks_and_spans_are_the_same_dense_and_through_the_cache() -> None:
+    """A generation that crosses the original context turns all its keys alike, from the first."""
+    scaling = RopeScaling(kind=RopeScalingKind.DYNAMIC, factor=4.0, original_context=12)
+    rope = RopeConfig(scaling=scaling)
+    layers = (LayerConfig(rope=rope, window=7), LayerConfig(rope=rope))
+    params = random_params(tiny.llama_config(layers=layers, sinks=True), seed=5)
+    prompt, new = [3, 1, 4, 1, 5, 9, 2, 6], 12
+    out = infer.generate(
+        params,
+        [prompt, prompt[:5]],
+        sampling=infer.SamplingParams(temperature=0, max_tokens=new),
+        prefill_chunk=4,
+        page_size=4,
+    )
+    for row, start in enumerate((8, 5)):
+        ids = jnp.asarray([[*prompt[:start], *out.token_ids(row)]], jnp.int32)
+        spans = jnp.asarray([start + new], jnp.int32)
+        dense = decoder.forward(params, ids, spans)[0, start - 1 : -1]
+        np.testing.assert_array_equal(np.argmax(dense, axis=-1), out.token_ids(row))
+        # The span that ends with the prompt gives other logits: the test can fail.
+        short = decoder.forward(params, ids, jnp.asarray([start], jnp.int32))[0, start - 1 : -1]
+        assert np.abs(np.asarray(dense - short)[:, :90]).max() > 1e-2
 
 
 class ScoreTest(chex.TestCase):

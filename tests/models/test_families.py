@@ -17,9 +17,10 @@ import pytest
 import infer
 from infer.models import decoder
 from infer.models.params import Params
+from infer.models.registry import layouts
 from infer.weights.folder import load_folder
 from infer.weights.load import load_gguf
-from tests.models import checkpoint, gguf_twin
+from tests.models import checkpoint, gguf_twin, support_matrix
 from tests.weights import hf_folders
 
 DATA = Path(__file__).parent.parent / "data" / "families"
@@ -64,15 +65,25 @@ def test_logits_agree_with_transformers(case: str) -> None:
         assert np.abs(np.asarray(short) - g["short_logits"]).max() < 1e-4
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_greedy_ids_are_those_of_transformers_in_any_chunks(case: str) -> None:
-    g, params = golden(case), from_hf(case)
-    sampling = infer.SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    for chunk in (5, 256):
-        out = infer.generate(
-            params, [g["prompt"].tolist()], sampling=sampling, prefill_chunk=chunk, page_size=8
-        )
-        np.testing.assert_array_equal(out.tokens[0], g["greedy"])
+# Prompts in tiles of 5 tokens for all; one token at a time, and whole, for one of each mechanism
+# that depends on positions: windows beside NoPE, two rotary tables, spans, learned positions.
+_CHUNKS = [
+    *((case, 5) for case in CASES),
+    *((case, chunk) for case in ("cohere2", "gemma3", "phi3", "gpt2") for chunk in (1, 256)),
+]
+
+
+@pytest.mark.parametrize(("case", "chunk"), _CHUNKS)
+def test_greedy_ids_are_those_of_transformers_in_any_chunks(case: str, chunk: int) -> None:
+    g = golden(case)
+    out = infer.generate(
+        from_hf(case),
+        [g["prompt"].tolist()],
+        sampling=infer.SamplingParams(temperature=0, max_tokens=64, ignore_eos=True),
+        prefill_chunk=chunk,
+        page_size=8,
+    )
+    np.testing.assert_array_equal(out.tokens[0], g["greedy"])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in NO_GGUF])
@@ -82,3 +93,33 @@ def test_the_gguf_twin_is_the_same_model(case: str, tmp_path: Path) -> None:
     for have, want in zip(jax.tree.leaves(twin), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(have, want)
     assert worst_logit(case, twin) < 1e-4
+
+
+def _page(measured: bool) -> str:
+    """The support matrix; without measuring, every figure is 0."""
+    rows: list[support_matrix.Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case, label in support_matrix.LABELS.items():
+            c = golden(case)["config"]
+            arch = gguf_twin.ARCH.get(c["model_type"], c["model_type"])
+            error, twin = 0.0, None if case in NO_GGUF else 0.0
+            if measured:
+                error = worst_logit(case, from_hf(case))
+                if case not in NO_GGUF:
+                    path = gguf_twin.write(Path(folder) / "m.gguf", c, tensors(case))
+                    twin = worst_logit(case, load_gguf(path))
+            rows.append((label, c["architectures"][0], error, arch, twin))
+    return support_matrix.render(rows, golden("llama")["versions"]["transformers"])
+
+
+def test_the_support_matrix_is_fresh(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--write-support-matrix"):
+        support_matrix.PATH.write_text(_page(measured=True), encoding="utf-8")
+    page = support_matrix.PATH.read_text(encoding="utf-8")
+    strip = support_matrix.without_figures
+    assert strip(page) == strip(_page(measured=False)), "write it anew: --write-support-matrix"
+    assert sorted(support_matrix.LABELS) == CASES
+    assert max(support_matrix.figures(page)) < 1e-4
+    covered = {golden(case)["config"]["architectures"][0] for case in CASES}
+    missing = {layout.architectures[0] for layout in layouts()} - covered
+    assert not missing, f"no golden case for {sorted(missing)}"

@@ -102,3 +102,61 @@ def test_paged_attention_equals_dense_whatever_lies_in_unused_memory(
         chex.assert_tree_all_finite(y)
         np.testing.assert_allclose(y[0], want[first:], **tolerance("float32", 256))
         np.testing.assert_array_equal(y[1], 0)
+
+
+# Case M11: (scores, sink, values) -> output, by hand.
+SINKS = [
+    ([0.0, 0.0], 0.0, [1.0, 1.0], 0.66666667),
+    ([1.0, 2.0, 3.0], 2.5, [1.0, 2.0, 4.0], 2.308854),
+]
+
+
+@pytest.mark.parametrize(("scores", "sink", "values", "want"), SINKS)
+def test_a_sink_joins_the_denominator_only_unscaled(scores, sink, values, want) -> None:
+    # q·k is twice the score and the scale a half: a sink that was scaled too would count less.
+    column = lambda x: jnp.asarray(x, jnp.float32)[None, :, None, None]
+    q = jnp.full((1, len(scores), 1, 1), 2.0)
+    k, v, sinks = column(scores), column(values), jnp.asarray([sink], jnp.float32)
+    dense = dense_attention(q, k, v, scale=0.5, sinks=sinks)
+    np.testing.assert_allclose(dense[0, -1, 0, 0], want, rtol=1e-6)
+    # Pages of one token and of two: the keys of a sequence lie in several, the sink counts once.
+    for page_size in (1, 2):
+        k_pages, v_pages, table = _paged(
+            np.asarray(k[0]), np.asarray(v[0]), page_size, poison=np.nan
+        )
+        # A row that sees no key beside it.
+        positions = jnp.asarray([[len(scores) - 1], [-1]], jnp.int32)
+        tables = jnp.stack([table, jnp.full_like(table, k_pages.shape[0])])
+        paged = paged_attention(
+            q[:, :1].repeat(2, axis=0),
+            k_pages,
+            v_pages,
+            tables,
+            positions,
+            scale=0.5,
+            sinks=sinks,
+        )
+        np.testing.assert_allclose(paged[:, 0, 0, 0], [want, 0], rtol=1e-6)
+
+
+def test_sinks_of_grouped_heads_over_many_trips() -> None:
+    q, k, v = _qkv(150, 4, 2, 8)
+    sinks = np.asarray([-1.0, 0.5, 2.0, 3.0], np.float32)
+    want = np.zeros((150, 4, 8))
+    for i, head in itertools.product(range(150), range(4)):
+        e = np.exp([0.3 * float(q[i, head] @ k[j, head // 2]) for j in range(i + 1)])
+        want[i, head] = e @ v[: i + 1, head // 2] / (e.sum() + np.exp(sinks[head]))
+    f32 = lambda x: jnp.asarray(x, jnp.float32)
+    dense = dense_attention(*(f32(x[None]) for x in (q, k, v)), scale=0.3, sinks=f32(sinks))
+    np.testing.assert_allclose(dense[0], want, **tolerance("float32", 256))
+    k_pages, v_pages, table = _paged(k, v, 16, np.nan)
+    paged = paged_attention(
+        f32(q[None]),
+        k_pages,
+        v_pages,
+        table[None],
+        jnp.arange(150, dtype=jnp.int32)[None],
+        scale=0.3,
+        sinks=f32(sinks),
+    )
+    np.testing.assert_allclose(paged[0], want, **tolerance("float32", 256))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.ops.norm import rms_norm
+from infer.ops.norm import layer_norm, rms_norm
 
 pytestmark = pytest.mark.kernels
 
@@ -23,3 +23,13 @@ def test_bfloat16_is_rounded_once_at_the_end() -> None:
 
 def test_a_row_of_zeros_stays_zero() -> None:
     np.testing.assert_array_equal(rms_norm(jnp.zeros((2, 4)), jnp.ones(4), 1e-6), np.zeros((2, 4)))
+
+
+def test_layer_norm_by_hand() -> None:
+    """[1, 2, -3, 4] has mean 1 and variance 26/4: deviations [0, 1, -4, 3] / 2.5495098."""
+    x = jnp.asarray([1.0, 2, -3, 4])
+    bias = jnp.asarray([1.0, 0, 0, 0])
+    want = np.asarray([0, 0.39223227, -1.5689291, 1.1766968])
+    np.testing.assert_allclose(layer_norm(x, jnp.ones(4), None, 1e-9), want, atol=1e-6)
+    y = layer_norm(x, jnp.full(4, 2.0), bias, 1e-9)
+    np.testing.assert_allclose(y, 2 * want + np.asarray(bias), atol=1e-6)

@@ -90,3 +90,33 @@ def test_dimensions_past_the_rotary_ones_pass_unchanged() -> None:
     y = apply_rope(x, cos, sin)
     np.testing.assert_array_equal(y[..., 4:], x[..., 4:])
     assert not np.allclose(y[..., :4], x[..., :4])
+
+
+def test_dynamic_scaling_raises_the_base_with_the_span() -> None:
+    """dim 4, theta 100, factor 2, original 10: a span of 20 gives 100 * (2 * 20 / 10 - 1)^2 = 900,
+    whose second frequency is 1/30; up to 10 it is 1/10.
+    """
+    scaling = RopeScaling(kind=RopeScalingKind.DYNAMIC, factor=2.0, original_context=10)
+    rope = RopeConfig(theta=100.0, scaling=scaling)
+    positions = jnp.asarray([3, 3, 3], jnp.int32)
+    cos, sin = rope_table(rope, 4, positions, jnp.asarray([20, 10, 4], jnp.int32))
+    np.testing.assert_allclose(sin[:, 1], np.sin([3 / 30, 0.3, 0.3]), rtol=1e-6)
+    np.testing.assert_allclose(cos[:, 0], np.cos(3.0), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"dynamic rope scaling depends on .* pass spans"):
+        rope_table(rope, 4, positions)
+
+
+def test_longrope_takes_the_list_of_the_span() -> None:
+    """ln 4 / ln 1024 = 0.2: the factor on cos and sin is sqrt(1.2), at every length."""
+    scaling = RopeScaling(
+        kind=RopeScalingKind.LONGROPE,
+        factor=4.0,
+        original_context=1024,
+        short_factors=(1.0, 2.0),
+        long_factors=(4.0, 8.0),
+    )
+    rope = RopeConfig(theta=100.0, scaling=scaling)
+    spans = jnp.asarray([1024, 1025], jnp.int32)
+    _, sin = rope_table(rope, 4, jnp.asarray([3, 3], jnp.int32), spans)
+    want = np.sin(np.asarray([[3, 0.3 / 2], [3 / 4, 0.3 / 8]])) * 1.0954451
+    np.testing.assert_allclose(sin, want, rtol=1e-6)

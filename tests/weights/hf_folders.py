@@ -100,8 +100,8 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 
 def golden_weights(name: str) -> dict[str, np.ndarray]:
-    """Its weights, under transformers' names.  The biases of o_proj are all zero and left out."""
-    weights = {k: v for k, v in golden(name).items() if "." in k and "o_proj.bias" not in k}
+    """Its weights, under transformers' names."""
+    weights = {k: v for k, v in golden(name).items() if "." in k}
     if name == "gemma3":
         weights.pop("lm_head.weight", None)
     return weights

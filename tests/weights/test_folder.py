@@ -204,7 +204,6 @@ def test_every_problem_is_in_one_error(tmp_path: Path) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.* is not supported.*Gemma3For"),
         ({"architectures": [], "model_type": "mamba"}, "'?mamba'? is not supported"),
-        ({"mlp_bias": True}, "mlp_bias is True, and this version runs False only"),
         ({"hidden_act": "relu"}, "activation 'relu' is not supported; known are silu"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, must be 1 to 4096"),
         (
@@ -220,6 +219,12 @@ def test_what_this_version_does_not_run(
     folder = write(tmp_path, CONFIGS["llama"] | change, golden_weights("llama"))
     with pytest.raises(ConfigError, match=message):
         load_folder(folder)
+
+
+def test_a_setting_that_a_family_does_not_run_is_refused(tmp_path: Path) -> None:
+    config = CONFIGS["gemma3"] | {"attention_bias": True}
+    with pytest.raises(ConfigError, match="attention_bias is True, and this version runs False"):
+        load_folder(write(tmp_path, config, golden_weights("gemma3")))
 
 
 @pytest.mark.parametrize(
