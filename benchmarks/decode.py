@@ -59,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--new-tokens", type=int, default=64)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="their environment")
+    p.add_argument(
+        "--patience", type=float, default=0.0, help="seconds a round waits for an idle machine"
+    )
     p.add_argument("--threads", type=int, help="cores that every engine may use [default: all]")
     p.add_argument("--dtype", help="of our weights and activations [default: float32 on a CPU]")
     p.add_argument("--json", action="store_true", help="print the results as one JSON list")
@@ -127,7 +130,7 @@ def comparison(options: argparse.Namespace, threads: int) -> Iterator[dict[str, 
         for batch in options.batch:
             for length in options.prompt_tokens:
                 case = DecodeCase(batch=batch, prompt_tokens=length, new_tokens=options.new_tokens)
-                line = measure(model.params, case, ids, others, options.rounds)
+                line = measure(model.params, case, ids, others, options.rounds, options.patience)
                 line |= {"model": options.model, "threads": threads, "load_s": load_s}
                 line["cold_start"] = cold
                 report(line, say)
@@ -135,7 +138,12 @@ def comparison(options: argparse.Namespace, threads: int) -> Iterator[dict[str, 
 
 
 def measure(
-    params: Any, case: DecodeCase, ids: Sequence[int], others: list[peers.Peer], rounds: int
+    params: Any,
+    case: DecodeCase,
+    ids: Sequence[int],
+    others: list[peers.Peer],
+    rounds: int,
+    patience: float = 0.0,
 ) -> dict[str, Any]:
     """Return medians of all engines over `rounds` alternating rounds, after a warm-up round."""
     from benchmarks import ours
@@ -143,7 +151,9 @@ def measure(
     prompts = prompt_rows(ids, case)
     timings: dict[str, list[ours.Timing]] = {"ours": []} | {p.label: [] for p in others}
     cold = {}
+    busy = []
     for turn in range(_WARM_UP + rounds):
+        busy.append(peers.wait_for_quiet(patience))
         for label in timings:
             peer = next((p for p in others if p.label == label), None)
             if peer is None:
@@ -161,6 +171,7 @@ def measure(
         **ours.describe(params),
         "shape": vars(case),
         "rounds": rounds,
+        "busy_cores": max(busy),
         "bytes": bound["bytes"],
         "flops": bound["flops"],
         "bandwidth": bound["bandwidth"],
@@ -236,6 +247,8 @@ def report(line: dict[str, Any], say: Any) -> None:
         f"{line['flops'] / 1e9:.2f} GFLOP a step, {line['roofline_fraction']:.0%} of the roofline "
         f"bound at {line['bandwidth'] / 1e9:.1f} GB/s"
     )
+    if line["busy_cores"] > peers.QUIET_CORES:
+        say(f"other work took up to {line['busy_cores']:.1f} cores: do not rely on these figures")
 
 
 # ---- cached against uncached ---------------------------------------------------------------------

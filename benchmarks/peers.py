@@ -20,6 +20,9 @@ KINDS = {
     ],
 }
 
+# Cores that other work may take while engines are compared; more is a busy machine.
+QUIET_CORES = 0.2
+
 
 class PeerError(RuntimeError):
     """A peer cannot be started or has answered with an error."""
@@ -130,3 +133,24 @@ def _cpu_seconds(pid: int) -> float:
     """Return user and system time of all threads of a process (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def busy_cores(seconds: float = 0.3) -> float:
+    """Return how many cores the whole machine keeps busy while we and our peers wait (Linux)."""
+
+    def ticks() -> int:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+        user, nice, system, _, _, irq, softirq, steal = map(int, fields)
+        return user + nice + system + irq + softirq + steal
+
+    before = ticks()
+    time.sleep(seconds)
+    return (ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
+
+
+def wait_for_quiet(patience: float) -> float:
+    """Wait up to `patience` seconds for an idle machine; return the cores busy at the end."""
+    end = time.perf_counter() + patience
+    while (busy := busy_cores()) > QUIET_CORES and time.perf_counter() < end:
+        time.sleep(1.0)
+    return busy
