@@ -35,13 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; return the exit code."""
     options = parser().parse_args(arguments)
     threads = use_threads(options.threads)
+    lines = []
     try:
-        lines = list(no_cache_lab(options) if options.no_cache else comparison(options, threads))
+        for line in no_cache_lab(options) if options.no_cache else comparison(options, threads):
+            lines.append(line)
+            if options.save:
+                save(Path(options.save), line)
     except peers.PeerError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.save:
-        save(Path(options.save), lines)
     if options.json:
         print(json.dumps(lines))
     return 0
@@ -66,6 +68,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", help="of our weights and activations [default: float32 on a CPU]")
     p.add_argument("--json", action="store_true", help="print the results as one JSON list")
     p.add_argument("--no-cache", action="store_true", help="cached against uncached decoding")
+    p.add_argument(
+        "--context", type=numbers, default=[64, 128, 256, 512], help="final lengths of --no-cache"
+    )
     p.add_argument("--no-cold-start", action="store_true", help="leave out the fresh processes")
     p.add_argument("--save", nargs="?", const=str(default_file()), help="append lines to a file")
     return p
@@ -263,8 +268,10 @@ def no_cache_lab(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     ids = model.tokenizer.encode(TEXT)
     say = print if not options.json else (lambda *_: None)
     say(f"{'context':>8}{'cached t/s':>12}{'uncached t/s':>14}   ratio")
-    for context in uncached.CONTEXTS:
-        row = uncached.compare(model.params, ids, context, _NO_CACHE_TOKENS, options.rounds)
+    for context in options.context:
+        row = uncached.compare(
+            model.params, ids, context, _NO_CACHE_TOKENS, options.rounds, options.patience
+        )
         say(
             f"{context:>8}{row['cached_tokens_per_s']:>12.1f}{row['uncached_tokens_per_s']:>14.2f}"
             f"   {row['ratio']:.1f} ({row['ratio_min']:.1f}..{row['ratio_max']:.1f}), tokens "
@@ -305,12 +312,12 @@ def cpu_name() -> str:
     return f"{fields.get('model name', platform.machine())} ({', '.join(notable)})"
 
 
-def save(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Append one JSON line per configuration."""
+def save(path: Path, line: dict[str, Any]) -> None:
+    """Append one configuration as a JSON line, figures cut to four digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rounded = json.loads(json.dumps(lines), parse_float=lambda text: float(f"{float(text):.4g}"))
+    short = json.loads(json.dumps(line), parse_float=lambda text: float(f"{float(text):.4g}"))
     with path.open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in rounded)
+        file.write(json.dumps(short) + "\n")
 
 
 if __name__ == "__main__":

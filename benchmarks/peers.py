@@ -11,6 +11,10 @@ from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 
+# OpenMP workers that sleep between steps: measured as fast as spinning ones for llama.cpp, whose
+# barriers are its own; torch would lose a fifth to a third.
+_SLEEPING = {"peer_llama_cpp.py": {"OMP_WAIT_POLICY": "passive"}}
+
 # What `--against` can name -> (script, the peer's dtype, label).
 KINDS = {
     "llama.cpp": [("peer_llama_cpp.py", None, "llama.cpp")],
@@ -53,6 +57,7 @@ class Peer:
     ) -> "Peer":
         """Start the process and load the model."""
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        environment |= _SLEEPING.get(script, {})
         begin = time.perf_counter()
         process = subprocess.Popen(
             [str(python), str(_HERE / script)],
@@ -92,8 +97,7 @@ class Peer:
     def settle(self, most_s: float = 2.0) -> float:
         """Wait until the process burns no more CPU; return the seconds that took.
 
-        llama.cpp's OpenMP workers spin for 200 ms after a step.  Turning that off
-        (OMP_WAIT_POLICY=passive) would make the peer slower, so its turn ends when they sleep.
+        OpenMP workers spin for a while after a step: a peer's turn ends when they sleep.
         """
         begin = time.perf_counter()
         before = _cpu_seconds(self.process.pid)

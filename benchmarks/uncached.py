@@ -12,10 +12,9 @@ import numpy as np
 from jax import Array
 
 from benchmarks import ours
+from benchmarks.peers import wait_for_quiet
 from infer.models.decoder import forward
 from infer.models.params import Params
-
-CONTEXTS = (64, 128, 256, 512)
 
 
 @functools.partial(jax.jit, donate_argnames="tokens")
@@ -44,15 +43,21 @@ def run_uncached(params: Params, prompt: Sequence[int], new_tokens: int) -> ours
 
 
 def compare(
-    params: Params, ids: Sequence[int], context: int, new_tokens: int, rounds: int
+    params: Params,
+    ids: Sequence[int],
+    context: int,
+    new_tokens: int,
+    rounds: int,
+    patience: float = 0.0,
 ) -> dict[str, Any]:
     """Return tokens/s of both ways at a final length of `context`, alternating, and their ratio."""
     prompt = [ids[i % len(ids)] for i in range(context - new_tokens)]
     cached = ours.run(params, [prompt], new_tokens)
     uncached = run_uncached(params, prompt, new_tokens)
     equal = cached.tokens == uncached.tokens
-    with_cache, without, ratios = [], [], []
+    with_cache, without, ratios, busy = [], [], [], []
     for _ in range(rounds):
+        busy.append(wait_for_quiet(patience))
         with_cache.append(ours.run(params, [prompt], new_tokens).decode_rate())
         without.append(run_uncached(params, prompt, new_tokens).decode_rate())
         ratios.append(with_cache[-1] / without[-1])
@@ -65,4 +70,5 @@ def compare(
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
         "tokens_equal": equal,
+        "busy_cores": max(busy),
     }
