@@ -1,0 +1,125 @@
+"""Our engine's side of the benchmark: one timed call, what it moves, and its cold start."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+import infer
+from infer.hardware import CPU_LOCAL, get_chip
+from infer.models import params as weights
+from infer.models.params import Params
+from infer.plan import roofline
+from infer.plan.shape import AttentionShape, ModelShape
+from tests.cases.decode import DecodeCase
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One call of one engine.  `ttft_s` is from the call to every row's first token."""
+
+    ttft_s: float
+    decode_s: float
+    tokens: list[list[int]]
+    compile_s: float = 0.0
+
+    def decode_rate(self) -> float:
+        """Tokens a second after the first, all rows together."""
+        return sum(len(row) - 1 for row in self.tokens) / self.decode_s
+
+    def prefill_rate(self, case: DecodeCase) -> float:
+        """Prompt tokens a second until every row has its first token."""
+        return case.batch * case.prompt_tokens / self.ttft_s
+
+
+def run(params: Params, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
+    """Generate greedily past the end-of-sequence ids; host work counts into `ttft_s`."""
+    sampling = infer.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    start = time.perf_counter()
+    out = infer.generate(params, prompts, sampling=sampling, num_slots=len(prompts))
+    wall_s = time.perf_counter() - start
+    later = len(prompts) * (new_tokens - 1)
+    decode_s = later / out.stats["decode_tokens_per_s"]
+    compile_s = out.stats["compile_s"]
+    tokens = [out.token_ids(row) for row in range(len(prompts))]
+    return Timing(
+        ttft_s=wall_s - decode_s - compile_s,
+        decode_s=decode_s,
+        tokens=tokens,
+        compile_s=compile_s,
+    )
+
+
+def model_shape(params: Params) -> ModelShape:
+    """Return what a decode step of `params` multiplies with, reads and caches."""
+    config = params.config
+    itemsize = params.dtype.itemsize
+    matrices = [leaf for leaf in jax.tree.leaves(params.layers) if leaf.ndim == 2]
+    head = params.embed if params.lm_head is None else params.lm_head
+    # An untied embedding is read by one row a token only.
+    unread = 0 if params.lm_head is None else params.embed.nbytes
+    layer = lambda window: AttentionShape(
+        num_kv_heads=config.num_kv_heads,
+        k_head_dim=config.head_dim,
+        v_head_dim=config.head_dim,
+        window=window,
+        kv_bytes=itemsize,
+    )
+    return ModelShape(
+        num_params=sum(m.size for m in matrices) + head.shape[0] * head.shape[1],
+        weight_bytes=weights.num_bytes(params) - unread,
+        layers=tuple(layer(each.window) for each in config.layers),
+    )
+
+
+def roofline_of(params: Params, case: DecodeCase) -> dict[str, float]:
+    """Return bytes and FLOPs of one decode step of `case`, and the least seconds it can take."""
+    chip, shape, context = get_chip(CPU_LOCAL), model_shape(params), round(case.context)
+    kv_bytes = roofline.kv_bytes_read(shape.layers, context)
+    config = params.config
+    attention = roofline.attention_flops_per_token(
+        config.num_layers, config.num_heads * config.head_dim, context
+    )
+    bound = roofline.decode_step_on(shape, chip, batch=case.batch, context=context, dtype="f32")
+    return {
+        "bytes": round(shape.weight_bytes + case.batch * kv_bytes),
+        "flops": round(case.batch * (2 * shape.num_params + attention)),
+        "bound_s": bound.seconds,
+        "bandwidth": chip.bandwidth,
+    }
+
+
+def cold_start(model: str, dtype: str | None) -> dict[str, dict[str, float]]:
+    """Return seconds of `infer generate` in fresh processes: nothing cached, then from the cache.
+
+    Each has the process's whole `wall_s`, `load_s`, `compile_s` and `ttft_s`.
+    """
+    options = [] if dtype is None else ["--dtype", dtype]
+    command = [sys.executable, "-m", "infer", "generate", "The capital of France is", "--json"]
+    command += ["--model", model, "--temperature", "0", "--max-tokens", "2", *options]
+    figures = {}
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
+        for name in ("empty cache", "filled cache"):
+            start = time.perf_counter()
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=True
+            )
+            wall_s = time.perf_counter() - start
+            stats = json.loads(done.stdout)["stats"]
+            figures[name] = {"wall_s": wall_s} | {
+                key: stats[key] for key in ("load_s", "compile_s", "ttft_s")
+            }
+    return figures
+
+
+def describe(params: Params) -> dict[str, Any]:
+    """Return what a result line says about our engine."""
+    return {"version": infer.__version__, "jax": jax.__version__, "dtype": params.dtype.name}
