@@ -32,7 +32,8 @@ def compile_stats() -> dict[str, dict[str, object]]:
     """Return, for each program, how often it was traced and which caps made the last trace differ.
 
     Returns:
-        {program: {"traces": int, "caps": [dict, ...], "grew": {cap: (before, after)}}}; `grew`
+        {program: {"traces": int, "caps": [dict, ...], "changed": {cap: (before, after)}}};
+        `changed`
         compares the last trace with the one before it and is empty after the first.
     """
     with _lock:
@@ -40,7 +41,7 @@ def compile_stats() -> dict[str, dict[str, object]]:
             name: {
                 "traces": entry.traces,
                 "caps": [dict(c) for c in entry.caps],
-                "grew": _difference(entry.caps),
+                "changed": _difference(entry.caps),
             }
             for name, entry in _programs.items()
         }

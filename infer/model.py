@@ -37,6 +37,13 @@ class Model:
     name: str
     path: Path
 
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"Model({self.name!r}: {c.family}, {c.num_layers} layers, width {c.hidden_size}, "
+            f"{self.params.dtype})"
+        )
+
     @property
     def config(self) -> ModelConfig:
         """What the model is."""

@@ -12,6 +12,7 @@ import typer
 from infer.cli.interrupt import interruptible
 from infer.cli.loading import load_model, use_compilation_cache
 from infer.cli.request import Prompt, read_prompts, sampling_fields, sampling_params
+from infer.errors import ConfigError
 
 # Of the result's figures, those that `--json` prints beside load_s; the last two only if present.
 _STATS = ("compile_s", "ttft_s", "decode_tokens_per_s", "prefill_tokens_per_s", "compiles")
@@ -103,6 +104,11 @@ def model_prompts(loaded: Any, texts: list[str], chat: bool) -> list[Any]:
     """Return what the model is given for each text: itself, or the ids of a chat's first turn."""
     if not chat:
         return list(texts)
+    if not loaded.tokenizer.chat_template:
+        raise ConfigError(
+            "this model has no chat template (a base model?), so it cannot chat; leave --chat out "
+            "to continue the text, or take an instruct model"
+        )
     render = loaded.tokenizer.apply_chat_template
     return [
         render([{"role": "user", "content": text}], add_generation_prompt=True) for text in texts

@@ -1,5 +1,6 @@
 """`infer info`: what a model file holds, and what fits on a chip.  Reads headers; no JAX."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,14 +120,21 @@ def report_of(model: str, files: list[Path], found: Summary, context: int | None
 
 
 def chip_report(found: Summary, chip: hardware.Chip, context: int | None) -> dict[str, Any]:
-    """Return what fits on `chip` beside the packed weights with a bf16 cache in full pages."""
+    """Return what fits on `chip` with a bf16 cache in full pages.
+
+    Weights are as `load` leaves them, in bf16, if that fits, else packed as in the file; the decode
+    bound of packed weights is there in any case.
+    """
     if not found.layers or context is None:
         raise ValueError(
             f"a {found.architecture} file without layers, heads or context length cannot be "
             "planned; leave --chip out or give --context"
         )
-    shape = found.shape(_KV_BYTES["bf16"])
-    budget = capacity.kv_budget(chip.memory_bytes, found.weight_bytes)
+    packed = found.shape(_KV_BYTES["bf16"])
+    shape = dataclasses.replace(packed, weight_bytes=2 * found.num_params)
+    if capacity.kv_budget(chip.memory_bytes, shape.weight_bytes) < 0:
+        shape = packed
+    budget = capacity.kv_budget(chip.memory_bytes, shape.weight_bytes)
     longest = capacity.longest_context(shape.layers, budget)
     empty = roofline.decode_step_on(shape, chip)
     full = roofline.decode_step_on(shape, chip, context=context)
@@ -137,8 +145,14 @@ def chip_report(found: Summary, chip: hardware.Chip, context: int | None) -> dic
         "kv_budget_bytes": round(budget),
         "fits": budget >= 0,
         "max_concurrency": capacity.max_concurrency(shape.layers, context, budget),
-        "longest_context": longest,
+        # What the memory holds, and what the model was made for.
+        "longest_context": min(
+            found.context_length or context, context if longest is None else longest
+        ),
+        "weights": "packed" if shape is packed else "bf16",
+        "weight_bytes": shape.weight_bytes,
         "decode_bound_tokens_per_s": 1 / empty.seconds,
+        "decode_bound_packed_tokens_per_s": 1 / roofline.decode_step_on(packed, chip).seconds,
         "decode_bound_tokens_per_s_at_context": 1 / full.seconds,
     }
 
@@ -218,7 +232,7 @@ def _cache_lines(report: dict[str, Any]) -> list[str]:
 def _chip_lines(chip: dict[str, Any], context: int) -> list[str]:
     lines = [
         f"on {chip['name']} ({chip['memory_bytes'] / 1e9:.1f} GB, "
-        f"{chip['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s), 10% kept free, bf16 cache:"
+        f"{chip['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s), 10% kept free, {chip['weights']} weights, bf16 cache:"
     ]
     if not chip["fits"]:
         over = -chip["kv_budget_bytes"] / 1e9
@@ -229,6 +243,8 @@ def _chip_lines(chip: dict[str, Any], context: int) -> list[str]:
         f"  longest        {chip['longest_context']:,} tokens of one sequence",
         f"  decode bound   {chip['decode_bound_tokens_per_s']:,.0f} tokens/s at batch 1, "
         f"{chip['decode_bound_tokens_per_s_at_context']:,.0f} with {context:,} tokens cached",
+        f"    --packed     {chip['decode_bound_packed_tokens_per_s']:,.0f} tokens/s, weights read "
+        "as they lie in the file",
     ]
 
 

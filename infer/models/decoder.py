@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from infer.config import LayerConfig
+from infer.errors import RequestError
 from infer.models import blocks
 from infer.models.blocks import KV, Attend
 from infer.models.params import LayerParams, Params
@@ -139,8 +140,16 @@ def forward(
 def score(params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S1"]:
     """Return log p(token t+1 | tokens 0..t) [B, S - 1], float32, differentiable in `params`.
 
-    The distribution is the raw model's, before any temperature or filter.  Rotary scalings that
+    The distribution is the raw model's, before any temperature or filter.  Padding on the right
+    is scored like any token: drop its entries.  Rotary scalings that
     depend on a length take S.
     """
+    if not isinstance(params, Params):
+        raise RequestError(f"params is a {type(params).__name__}; pass model.params")
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise RequestError(
+            f"tokens is {tokens.dtype}{list(tokens.shape)}; pass integer ids [B, S], every row "
+            "full: what pads a row would be scored too"
+        )
     y = jax.nn.log_softmax(forward(params, tokens)[:, :-1], axis=-1)
     return jnp.take_along_axis(y, tokens[:, 1:, None], axis=-1, mode="clip")[..., 0]

@@ -45,11 +45,13 @@ def test_json_numbers(gguf: Any, capsys: pytest.CaptureFixture[str]):
         "params": 28_311_552,
         "bytes": 30_081_024,
     }
-    chip, weights = found["chip"], 96_576_744
-    assert found["weight_bytes"] == weights
+    assert found["weight_bytes"] == 96_576_744
+    chip, weights = found["chip"], 2 * 134_515_008
+    assert (chip["weights"], chip["weight_bytes"]) == ("bf16", weights)
     assert chip["kv_budget_bytes"] == 7_200_000_000 - weights
-    assert chip["max_concurrency"] == (7_200_000_000 - weights) // (8192 * 23040) == 37
-    assert chip["longest_context"] == (7_200_000_000 - weights) // (16 * 23040) * 16
+    assert chip["max_concurrency"] == (7_200_000_000 - weights) // (8192 * 23040) == 36
+    assert chip["longest_context"] == 8192  # the memory would hold more than the model's context
+    assert chip["decode_bound_packed_tokens_per_s"] == pytest.approx(448e9 / 96_576_744)
     assert chip["decode_bound_tokens_per_s"] == pytest.approx(448e9 / weights)
     at_context = 448e9 / (weights + 8192 * 23040)
     assert chip["decode_bound_tokens_per_s_at_context"] == pytest.approx(at_context)
@@ -63,7 +65,7 @@ def test_text(gguf: Any, capsys: pytest.CaptureFixture[str]):
     # 4,096 tokens * 18,432 B in full; 3 full layers and 15 of 512 tokens, 1,024 B each, windowed.
     assert "75.5 MB for 4,096 tokens in bf16; 20.4 MB with sliding layers cut" in out
     assert "15 layers slide over 512 tokens" in out
-    assert "on h100-80gb (80.0 GB, 3,350 GB/s), 10% kept free, bf16 cache:" in out
+    assert "on h100-80gb (80.0 GB, 3,350 GB/s), 10% kept free, bf16 weights, bf16 cache:" in out
 
 
 def test_weights_too_large_for_the_chip(gguf: Any, capsys: pytest.CaptureFixture[str]):

@@ -151,9 +151,9 @@ def test_a_second_call_in_the_same_buckets_compiles_nothing() -> None:
     )
     assert num_traces("generate") == before
     infer.generate(params, _prompts(40, 3, 3), sampling=GREEDY(max_tokens=3))
-    grew = compile_stats()["generate"]["grew"]
+    changed = compile_stats()["generate"]["changed"]
     assert num_traces("generate") == before + 1
-    assert grew["prompt"] == (32, 64)
+    assert changed["prompt"] == (32, 64)
 
 
 def test_the_compiled_program_copies_no_page_pool_and_updates_it_in_place() -> None:
