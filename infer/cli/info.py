@@ -232,7 +232,8 @@ def _cache_lines(report: dict[str, Any]) -> list[str]:
 def _chip_lines(chip: dict[str, Any], context: int) -> list[str]:
     lines = [
         f"on {chip['name']} ({chip['memory_bytes'] / 1e9:.1f} GB, "
-        f"{chip['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s), 10% kept free, {chip['weights']} weights, bf16 cache:"
+        f"{chip['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s), 10% kept free, "
+        f"{chip['weights']} weights, bf16 cache:"
     ]
     if not chip["fits"]:
         over = -chip["kv_budget_bytes"] / 1e9

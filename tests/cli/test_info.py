@@ -46,7 +46,7 @@ def test_json_numbers(gguf: Any, capsys: pytest.CaptureFixture[str]):
         "bytes": 30_081_024,
     }
     assert found["weight_bytes"] == 96_576_744
-    chip, weights = found["chip"], 2 * 134_515_008
+    chip, weights = found["chip"], 2 * found["num_params"]
     assert (chip["weights"], chip["weight_bytes"]) == ("bf16", weights)
     assert chip["kv_budget_bytes"] == 7_200_000_000 - weights
     assert chip["max_concurrency"] == (7_200_000_000 - weights) // (8192 * 23040) == 36
