@@ -11,7 +11,7 @@ LOG := $(VENV)/test.log
 # Of `make test`: more workers than cores only cost memory.
 WORKERS ?= 2
 MODEL ?= smollm2-135m
-PROMPT ?= The capital of France is
+PROMPT ?= In two sentences: why is the sky blue?
 
 .PHONY: demo test quick lint format resolve-cuda kernels clean help
 
@@ -44,7 +44,7 @@ $(VENV)/.stamp-test: pyproject.toml constraints.txt scripts/make_venv.sh
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/infer pull $(MODEL)
-	$(BIN)/infer generate "$(PROMPT)" --model $(MODEL) --max-tokens 32
+	$(BIN)/infer generate --chat "$(PROMPT)" --model $(MODEL) --max-tokens 96
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff format --check .

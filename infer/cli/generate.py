@@ -57,6 +57,9 @@ def generate(
             help='One prompt a line: text, or {"prompt": ..., sampling fields}; - is stdin.'
         ),
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's message: use the chat template.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     num_slots: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens a cache page.")] = None,
@@ -79,21 +82,31 @@ def generate(
     )
     sampling = [sampling_params(base, prompt) for prompt in todo]
     loaded, load_s = load_model(model, dtype, packed)
+    given = model_prompts(loaded, [prompt.text for prompt in todo], chat)
     sizes = {"num_slots": num_slots, "page_size": page_size, "prefill_chunk": prefill_chunk}
     options = {name: size for name, size in sizes.items() if size is not None}
     if len(todo) == 1 and not as_json and sys.stdout.isatty():
-        pieces = loaded.stream(todo[0].text, sampling=sampling[0], **options)
+        pieces = loaded.stream(given[0], sampling=sampling[0], **options)
         text, stats = write_stream(pieces, take=lambda: interruptible(lambda: next(pieces, None)))
         print()
         print(summary({**stats, "load_s": load_s}, text, loaded), file=sys.stderr)
         return
-    texts = [prompt.text for prompt in todo]
-    result = interruptible(lambda: loaded.generate(texts, sampling=sampling, **options))
+    result = interruptible(lambda: loaded.generate(given, sampling=sampling, **options))
     if as_json:
         print(json.dumps(as_object(model, todo, result, load_s, logprobs), allow_nan=False))
         return
     print(as_text(todo, result.text))
     print(summary({**result.stats, "load_s": load_s}), file=sys.stderr)
+
+
+def model_prompts(loaded: Any, texts: list[str], chat: bool) -> list[Any]:
+    """Return what the model is given for each text: itself, or the ids of a chat's first turn."""
+    if not chat:
+        return list(texts)
+    render = loaded.tokenizer.apply_chat_template
+    return [
+        render([{"role": "user", "content": text}], add_generation_prompt=True) for text in texts
+    ]
 
 
 def write_stream(

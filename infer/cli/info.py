@@ -28,8 +28,8 @@ def info(
 ) -> None:
     """Show a model's layers, types, bytes, cache per token, and what fits on a chip."""
     path = model_file(model)
-    found = summary_of(path)
-    report = report_of(model, path, found, context)
+    found, files = summary_of(path)
+    report = report_of(model, files, found, context)
     if chip is not None:
         report["chip"] = chip_report(found, hardware.get_chip(chip), report["context"])
     print(json.dumps(report) if as_json else text_of(report))
@@ -59,27 +59,21 @@ def model_file(model: str) -> Path:
     raise FileNotFoundError(f"{model} is no file and no known model; known: {known}")
 
 
-def summary_of(path: Path) -> Summary:
-    """Return the summary of the GGUF file or the folder at `path`."""
+def summary_of(path: Path) -> tuple[Summary, list[Path]]:
+    """Return the summary of the GGUF file or the folder at `path`, and all files of the model."""
     from infer.weights.folder_summary import summarise_folder
     from infer.weights.gguf import GGUFFile
 
     if path.is_dir():
-        return summarise_folder(path)
+        return summarise_folder(path), sorted(path.glob("*.safetensors"))
     with GGUFFile.open(path) as file:
         try:
-            return summarise(file)
+            return summarise(file), [Path(p) for p in file.paths]
         except WeightFormatError as error:
             raise WeightFormatError(f"{path}: {error}") from None
 
 
-def file_bytes(path: Path) -> int:
-    """Return the size of a file, or of a folder's safetensors files."""
-    files = path.glob("*.safetensors") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files)
-
-
-def report_of(model: str, path: Path, found: Summary, context: int | None) -> dict[str, Any]:
+def report_of(model: str, files: list[Path], found: Summary, context: int | None) -> dict[str, Any]:
     """Return what `--json` prints, but for the chip."""
     tokens = context or found.context_length
     per_token = {
@@ -88,8 +82,9 @@ def report_of(model: str, path: Path, found: Summary, context: int | None) -> di
     layers = found.layers_with(_KV_BYTES["bf16"])
     return {
         "model": model,
-        "file": str(path),
-        "file_bytes": file_bytes(path),
+        "file": str(files[0].parent if files[0].suffix == ".safetensors" else files[0]),
+        "num_files": len(files),
+        "file_bytes": sum(path.stat().st_size for path in files),
         "name": found.name,
         "architecture": found.architecture,
         "num_layers": found.num_layers,
@@ -156,7 +151,7 @@ def text_of(report: dict[str, Any]) -> str:
         f"  vocabulary     {_number(report['vocab_size'])} ids, {_tokenizer_text(report)}",
         f"  context        {_number(report['context_length'])} tokens",
         f"  parameters     {report['num_params']:,}{_experts_text(report)}",
-        f"  weights        {report['weight_bytes'] / 1e6:,.1f} MB as in the file",
+        f"  weights        {report['weight_bytes'] / 1e6:,.1f} MB as in the {_files_text(report)}",
     ]
     for name, total in report["tensor_types"].items():
         lines.append(
@@ -168,6 +163,10 @@ def text_of(report: dict[str, Any]) -> str:
     if "chip" in report:
         lines += _chip_lines(report["chip"], report["context"])
     return "\n".join(lines)
+
+
+def _files_text(report: dict[str, Any]) -> str:
+    return "file" if report["num_files"] == 1 else f"{report['num_files']} files"
 
 
 def _layers_text(report: dict[str, Any]) -> str:

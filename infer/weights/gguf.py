@@ -4,13 +4,17 @@
     key-value pairs | tensor infos | padding | tensor data
 
 The container knows no model.  Opening reads the header only; tensors stay in the mapped file until
-they are asked for.  Stricter than gguf-py: a name or a key that comes twice, tensors that share
-bytes, an offset that is not aligned, more than four axes, an axis of 0, and a name that is empty or
-holds a NUL are refused.  Gaps between tensors and bytes after the last one are accepted.
+they are asked for.  A model that is split over several files opens as one, by any of them
+(`infer.weights.gguf_split`).
+
+Stricter than gguf-py: a name or a key that comes twice, tensors that share bytes, an offset that is
+not aligned, more than four axes, an axis of 0, and a name that is empty or holds a NUL are refused.
+Gaps between tensors and bytes after the last one are accepted.
 
 Source: the GGUF specification (docs/gguf.md in ggml-org/ggml), versions 2 and 3, little-endian.
 """
 
+import dataclasses
 import itertools
 import math
 import mmap
@@ -26,6 +30,7 @@ from jaxtyping import Int64, Shaped, UInt8
 from infer.errors import WeightFormatError
 from infer.quant.blocks import FORMATS, dequantize_numpy
 from infer.quant.formats import GGML_TYPES, REMOVED_GGML_TYPES, Format
+from infer.weights import gguf_split
 from infer.weights.gguf_metadata import CUT_SHORT, MAX_KEYS, RECONVERT, Cursor, Metadata, shown
 
 MAX_DIMS = 4  # GGML_MAX_DIMS
@@ -43,7 +48,7 @@ class TensorInfo:
     """Where a tensor lies in the file and what its bytes mean.
 
     `shape` is in numpy's order, slowest axis first (the file stores it the other way round);
-    `offset` counts from the start of the file.
+    `offset` counts from the start of the file, which is number `part` of a split model's files.
     """
 
     name: str
@@ -51,12 +56,15 @@ class TensorInfo:
     type_name: str
     offset: int
     nbytes: int
+    part: int = 0
 
 
 class GGUFFile:
     """An open GGUF file: `path`, `version`, `metadata`, `tensors`, and the tensors' bytes.
 
-    Metadata, views and arrays that were handed out stay valid after `close`.
+    Of a split model these are the first file's path, version and metadata, and the tensors of all
+    files; `paths` names the files.  Metadata, views and arrays that were handed out stay valid
+    after `close`.
     """
 
     def __init__(self, path: str, data: mmap.mmap | bytes):
@@ -72,21 +80,34 @@ class GGUFFile:
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise cursor.refuse(f"general.alignment is {self.alignment}, not a power of two")
         self.tensors: dict[str, TensorInfo] = _read_tensors(cursor, num_tensors, self.alignment)
-        self._data: mmap.mmap | bytes | None = data
+        self.paths: tuple[str, ...] = (path,)
+        self._data: tuple[mmap.mmap | bytes, ...] | None = (data,)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "GGUFFile":
-        """Open a file and check its whole header.
+        """Open a file, or all files of a split model, and check the whole headers.
 
         Args:
-            path: A regular file.
+            path: A regular file; of a split model any of its files, the others lying beside it.
 
         Raises:
             OSError: It does not exist or may not be read.
             WeightFormatError: It is no GGUF file, or one that is broken, hostile, or of a kind that
-                is not read.  The message is one line.
+                is not read; or other files of the split model are missing, or of another model.
+                The message is one line.
         """
         name = os.fspath(path)
+        one = cls._map(name)
+        paths = gguf_split.part_paths(name, one.path, one.metadata)
+        if len(paths) > 1:
+            parts = [one if p == name else cls._map(p) for p in paths]
+            gguf_split.check_parts(parts)
+            one = cls._joined(parts)
+        one.paths = tuple(paths)
+        return one
+
+    @classmethod
+    def _map(cls, name: str) -> "GGUFFile":
         label = name if name.isprintable() else repr(name)
         info = os.stat(name)
         if not stat.S_ISREG(info.st_mode):  # before opening: a pipe would wait for its writer
@@ -96,6 +117,18 @@ class GGUFFile:
             if info.st_size == 0:  # nothing to map
                 return cls(label, b"")
             return cls(label, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+    @classmethod
+    def _joined(cls, parts: list["GGUFFile"]) -> "GGUFFile":
+        """Return the first part with the tensors of all."""
+        whole = parts[0]
+        whole.tensors = {
+            name: dataclasses.replace(info, part=i)
+            for i, part in enumerate(parts)
+            for name, info in part.tensors.items()
+        }
+        whole._data = tuple(data for part in parts for data in part._data or ())
+        return whole
 
     def close(self) -> None:
         """Let go of the file; it is unmapped when the last view of it is gone."""
@@ -124,7 +157,7 @@ class GGUFFile:
         info = self._info(name)
         if self._data is None:
             raise ValueError(f"{self.path} is closed; read tensors inside its `with` block")
-        view = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
+        view = np.frombuffer(self._data[info.part], np.uint8, info.nbytes, info.offset)
         return view.reshape(math.prod(info.shape[:-1]), -1)
 
     def array(self, name: str, dtype: Any = None) -> Shaped[np.ndarray, "..."]:

@@ -8,6 +8,7 @@ Source: the GGUF specification (docs/gguf.md in ggml-org/ggml).
 
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,18 @@ class Cursor:
         return strings
 
 
+@dataclass(frozen=True, kw_only=True)
+class RawValue:
+    """A value as its bytes in a file, with its exact type: what a writer copies."""
+
+    value_type: int
+    data: bytes
+
+    def value(self) -> Any:
+        """Return the value, as `Metadata` does."""
+        return Cursor("a metadata value", self.data).value(self.value_type, "it")
+
+
 class Metadata(Mapping[str, Any]):
     """The key-value section: keys are read at once, a value is decoded when it is first asked for.
 
@@ -247,6 +260,16 @@ class Metadata(Mapping[str, Any]):
         if value_type != ARRAY:
             return VALUE_TYPES[value_type][0]
         return f"array of {VALUE_TYPES[cursor.array_head(key)[0]][0]}"
+
+    def raw(self, key: str) -> RawValue:
+        """Return a value's own bytes and type; it is decoded once, so that what is copied is sound.
+
+        Raises:
+            WeightFormatError: The bytes make no sense as such a value.
+        """
+        self[key]
+        value_type, start, end = self._entries[key]
+        return RawValue(value_type=value_type, data=bytes(self._data[start:end]))
 
     def _locate(self, key: str) -> tuple[int, Cursor]:
         value_type, start, end = self._entries[key]

@@ -52,7 +52,8 @@ class FakeModel:
         self.calls.append((prompts, sampling, options))
         if self.raises is not None:
             raise self.raises
-        texts = [" " + " ".join(reversed(p.split())) for p in prompts]
+        as_text = [p if isinstance(p, str) else bytes(p).decode() for p in prompts]
+        texts = [" " + " ".join(reversed(p.split())) for p in as_text]
         lengths = [len(t.encode()) for t in texts]
         tokens = np.full((len(texts), max(lengths)), 255, np.int32)
         for row, text in enumerate(texts):

@@ -61,6 +61,15 @@ def test_logprobs_only_with_json(model: FakeModel, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "infer: --logprobs needs --json\n"
 
 
+def test_chat_makes_each_prompt_a_users_message(
+    model: FakeModel, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*ARGS, "a b", "c", "--chat", "--json"]) == 0
+    assert model.calls[0][0] == [list(b"user:a b"), list(b"user:c")]
+    outputs = json.loads(capsys.readouterr().out)["outputs"]
+    assert [output["prompt"] for output in outputs] == ["a b", "c"]
+
+
 def test_text_and_figures_are_apart(model: FakeModel, capsys: pytest.CaptureFixture[str]):
     assert main([*ARGS, "a b"]) == 0
     out, err = capsys.readouterr()

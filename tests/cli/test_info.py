@@ -1,5 +1,6 @@
 """`infer info`, `infer models`, `infer pull`: numbers of stand-in files, refusals, no JAX."""
 
+import dataclasses
 import json
 import os
 import struct
@@ -22,10 +23,11 @@ def gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Make a path whose header is that of a stand-in."""
 
     def make(file: File) -> str:
+        path = tmp_path / "model.gguf"
+        file = dataclasses.replace(file, paths=(str(path),))
         opener = types.SimpleNamespace(open=lambda path: file)
         module = types.SimpleNamespace(GGUFFile=opener)
         monkeypatch.setitem(sys.modules, "infer.weights.gguf", module)  # type: ignore[arg-type]
-        path = tmp_path / "model.gguf"
         path.write_bytes(bytes(100))
         return str(path)
 

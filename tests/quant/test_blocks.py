@@ -11,6 +11,7 @@ import pytest
 
 from infer.quant.blocks import FORMATS, decode_blocks, dequantize_numpy
 from infer.quant.formats import GGML_TYPES
+from infer.quant.iq_grids import GRIDS
 
 
 def assert_same_bits(got, want):
@@ -141,21 +142,177 @@ def test_q2_k_and_q3_k():
     assert w[16:32].tolist() == [-32.0 * (2 - 4)] * 16
 
 
+# Signs and points of the i-quants: point 0 of a set has the smallest value in every coordinate.
+
+
+def test_iq2_xxs_has_an_even_number_of_minuses():
+    word = 1 | 0b11 << 7 | 3 << 28  # signs of points 0 and 1, the scale of all four
+    w = decode("IQ2_XXS", struct.pack("<eII", 1.0, 0, word) + b"\0" * 56)
+    step = (3 + 0.5) / 4 * 8
+    assert w[:8].tolist() == [-step, *[step] * 6, -step]  # one bit: the eighth makes it even
+    assert w[8:16].tolist() == [-step, -step, *[step] * 6]
+    assert w[16:32].tolist() == [step] * 16 and w[32:].tolist() == [1.0] * 224
+
+
+def test_iq2_xs_keeps_signs_beside_the_code():
+    words = struct.pack("<32H", 0b1 << 9, 511, *[0] * 30)
+    w = decode("IQ2_XS", struct.pack("<e", 2.0) + words + b"\x10" + b"\0" * 7)
+    assert w[:8].tolist() == [-2.0, *[2.0] * 6, -2.0]
+    assert w[8:16].tolist() == [43 / 4] * 8  # the last point: the largest value everywhere
+    assert w[16:32].tolist() == [2 * 1.5 / 4 * 8] * 16  # the high nibble is the next scale
+
+
+def test_iq2_s_takes_two_high_bits_and_eight_signs():
+    low = b"\xff" + b"\0" * 31
+    signs = b"\x81\x01" + b"\0" * 30
+    w = decode("IQ2_S", struct.pack("<e", 1.0) + low + signs + b"\x03" + b"\0" * 15)
+    assert w[:8].tolist() == [-43 / 8, *[43 / 8] * 6, -43 / 8]  # point 1023
+    assert w[8:16].tolist() == [-1.0, *[1.0] * 7]
+
+
+def test_iq3_xxs_has_a_code_for_four():
+    words = struct.pack("<8I", 1 | 1 << 28, *[0] * 7)
+    w = decode("IQ3_XXS", struct.pack("<e", 1.0) + b"\0\0\0" + b"\0" * 61 + words)
+    assert w[:8].tolist() == [-3.0, *[3.0] * 6, -3.0]
+    assert w[32:].tolist() == [1.0] * 224
+
+
+def test_iq3_s_takes_one_high_bit_and_odd_scales():
+    signs = b"\x10" + b"\0" * 31
+    w = decode(
+        "IQ3_S",
+        struct.pack("<e", 1.0) + b"\xff" + b"\0" * 63 + b"\1" + b"\0" * 7 + signs + b"\x52\0\0\0",
+    )
+    assert w[:4].tolist() == [5.0, 5.0, 75.0, 75.0]  # point 511; its scale is 2 * 2 + 1
+    assert w[4:8].tolist() == [-5.0, 5.0, 5.0, 5.0]
+    assert w[32:36].tolist() == [11.0] * 4  # the high nibble: 2 * 5 + 1
+
+
+def test_iq1_s_shifts_by_an_eighth():
+    words = struct.pack("<8H", 0x8000, 0x7000 | 7, *[0] * 6)
+    w = decode("IQ1_S", struct.pack("<e", 1.0) + b"\0" * 4 + b"\xff" + b"\0" * 27 + words)
+    assert w[:32].tolist() == [-1.125] * 32  # point 0 is -1 everywhere
+    assert w[32:40].tolist() == [15 * 1.125] * 8  # point 2047 is +1, the scale 2 * 7 + 1
+    assert w[64:].tolist() == [-0.875] * 192
+
+
+def test_iq1_m_spreads_its_scale_over_four_words():
+    words = struct.pack("<4H", 0b001, 0, 0xC000, 0x3000)  # 0x3c00 is 1.0
+    high = b"\x80" + b"\0" * 15  # the second code shifts down
+    w = decode("IQ1_M", b"\0" * 32 + high + words)
+    assert w[:8].tolist() == [3 * -0.875] * 8
+    assert w[8:16].tolist() == [3 * -1.125] * 8
+    assert w[16:].tolist() == [-0.875] * 240
+
+
+def test_iq4_values_are_uneven():
+    w = decode("IQ4_NL", struct.pack("<e", 0.5) + b"\xf0" + b"\x88" * 15)
+    assert w[[0, 16, 1]].tolist() == [-63.5, 56.5, 0.5]
+    scales = struct.pack("<H4B", 0b0110, 0x10, 0, 0, 0)  # scales 32 + 0 and 16 + 1, the rest 0
+    w = decode("IQ4_XS", struct.pack("<e", 1.0) + scales + b"\x80" * 16 + b"\x08" * 112)
+    assert w[[0, 16]].tolist() == [0.0, 0.0]
+    assert w[[32, 48]].tolist() == [-15.0, -15.0 * -127]
+    assert w[[64, 80]].tolist() == [-32.0, -32.0 * -127]
+
+
+# Ternary.
+
+
+def test_tq1_0_has_five_digits_a_byte():
+    """Digits 2, 0, 1, 2, 1 are the number 178 of 243, in a byte ceil(178 * 256 / 243) = 188."""
+    w = decode("TQ1_0", bytes([188]) + b"\0" * 51 + struct.pack("<e", 0.5))
+    assert w[[0, 32, 64, 96, 128]].tolist() == [0.5, -0.5, 0.0, 0.5, 0.0]
+    assert w[1] == -0.5
+    w = decode("TQ1_0", b"\0" * 48 + bytes([188]) + b"\0" * 3 + struct.pack("<e", 1.0))
+    assert w[[240, 244, 248, 252]].tolist() == [1.0, -1.0, 0.0, 1.0]
+
+
+def test_tq2_0_goes_through_planes_of_32():
+    w = decode("TQ2_0", b"\x92" + b"\x55" * 63 + struct.pack("<e", 3.0))
+    assert w[[0, 32, 64, 96]].tolist() == [3.0, -3.0, 0.0, 3.0]
+    assert w[1:32].tolist() == [0.0] * 31
+
+
+# Microscaling.
+
+E2M1 = bytes.fromhex("1021324354657607" * 2)
+
+
+def test_mxfp4_has_the_first_half_in_the_low_nibbles():
+    w = decode("MXFP4", b"\x7f" + E2M1)
+    assert w[:6].tolist() == [0, 0.5, 1, 1.5, 2, 3]
+    assert w[16:22].tolist() == [0.5, 1, 1.5, 2, 3, 4]
+    w = decode("MXFP4", b"\x7f" + b"\xf9" * 16)
+    assert w[[0, 16]].tolist() == [-0.5, -6.0]
+
+
+def test_mxfp4_scale_bytes_are_exponents():
+    assert decode("MXFP4", b"\x82" + b"\x22" * 16).tolist() == [8.0] * 32  # 130
+    tiny = decode("MXFP4", b"\x00" + b"\x12" * 16)
+    assert tiny[[0, 16]].tolist() == [2.0**-127, 2.0**-128]  # subnormal, and not flushed
+    assert np.isnan(decode("MXFP4", b"\xff" + b"\x20" * 16)).all()
+
+
+def test_nvfp4_has_a_scale_for_each_sixteen():
+    w = decode("NVFP4", bytes([0x38, 0x40, 0x01, 0x7E]) + b"\x72" * 32)
+    assert w[:16].tolist() == [1.0] * 8 + [6.0] * 8  # 0x38 is 1
+    assert w[16:32].tolist() == [2.0] * 8 + [12.0] * 8
+    assert w[32] == 2.0**-9 and w[63] == 448 * 6.0
+    assert decode("NVFP4", bytes([0x7F, 0x80, 0xB8, 0]) + b"\x22" * 32)[::16].tolist() == [
+        0.0,
+        0.0,
+        1.0,  # bit 7 is not read
+        0.0,
+    ]
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_points_are_gguf_pys(name):
+    theirs = getattr(gguf.quants, name)
+    theirs.init_grid()
+    eighths = 8 if name == "IQ1_S" else 1
+    np.testing.assert_array_equal(GRIDS[name], theirs.grid[0, 0] * eighths)
+
+
 # Random bytes against gguf-py.
 
 
 def oracle(packed: np.ndarray, name: str) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[name])
+        w = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[name])
+    if name == "MXFP4":  # the one difference: gguf-py takes the scale NaN for 2^128
+        w.reshape(-1, 32)[packed.reshape(-1, 17)[:, 0] == 255] = np.nan
+    return w
 
 
-@pytest.mark.parametrize("name", FORMATS)
+def oracle_decodes(format) -> bool:
+    try:
+        oracle(np.zeros((1, format.block_bytes), np.uint8), format.name)
+    except NotImplementedError:
+        return False
+    return True
+
+
+# Not only what we decode: a type that gguf-py learns is a test that fails until we do.
+NUMBERS = ("I8", "I16", "I32", "I64", "F64")
+DECODABLE = [f.name for f in GGML_TYPES.values() if f.name not in NUMBERS and oracle_decodes(f)]
+
+
+def test_the_oracle_decodes_all_that_we_do():
+    assert set(FORMATS) == set(DECODABLE) and len(DECODABLE) >= 26
+
+
+@pytest.mark.parametrize("name", DECODABLE)
 def test_random_bytes_decode_as_in_gguf_py(name):
     """Every bit pattern: infinite and NaN scales, subnormals, negative zeros."""
     format = FORMATS[name]
     rng = np.random.default_rng(7)
-    num_rows, num_blocks = 5, max(3, 512 // format.group)
+    num_rows, num_blocks = 5, max(16, 512 // format.group)
     packed = rng.integers(0, 256, (num_rows, num_blocks * format.block_bytes), np.uint8)
+    if name == "MXFP4":  # each scale byte once at the least
+        packed = packed.reshape(-1, 17)[np.arange(320) % 80]
+        packed[:256, 0] = np.arange(256)
+        num_blocks, packed = 64, packed.reshape(5, -1)
     shape = (num_rows, num_blocks * format.group)
     want = oracle(packed, name)
     assert want.shape == shape
@@ -240,8 +397,6 @@ def test_host_path_refuses_a_shape_that_does_not_fit(shape, message):
 
 
 def test_a_format_without_a_decoder_is_named():
-    iq2 = GGML_TYPES[16]
-    with pytest.raises(
-        ValueError, match=r"IQ2_XXS \(blocks\) has no block decoder; use one of F32"
-    ):
-        decode_blocks(np, np.zeros((1, 66), np.uint8), iq2)
+    q8_k = GGML_TYPES[15]
+    with pytest.raises(ValueError, match=r"Q8_K \(blocks\) has no block decoder; use one of F32"):
+        decode_blocks(np, np.zeros((1, 292), np.uint8), q8_k)

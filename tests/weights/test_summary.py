@@ -26,6 +26,7 @@ class File:
 
     metadata: dict[str, Any]
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    paths: tuple[str, ...] = ()
 
     def __enter__(self) -> "File":
         return self
