@@ -1,16 +1,31 @@
-"""The tokenizer that the rest of the package uses, built from the metadata of a GGUF file."""
+"""The tokenizer that the rest of the package uses, built from any of the files that hold one."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import index
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, SupportsIndex
 
 from infer.errors import ConfigError, RequestError
 from infer.tokenizer.byte_level import ByteLevelCodec
 from infer.tokenizer.decoding import DecodeStream
+from infer.tokenizer.normalizing import TextNormalizer
+from infer.tokenizer.rank_merge import RankMergeCodec
 from infer.tokenizer.score_merge import ScoreMergeCodec
+from infer.tokenizer.sentencepiece_files import read_sentencepiece
 from infer.tokenizer.splitting import TokenSplitter
+from infer.tokenizer.tiktoken_files import read_tekken, read_tiktoken
+from infer.tokenizer.unigram import UnigramCodec
 from infer.tokenizer.vocabulary import SPECIAL, TokenType, Vocabulary
+
+_CODECS = {
+    "gpt2": ByteLevelCodec,
+    "llama": ScoreMergeCodec,
+    "tiktoken": RankMergeCodec,
+    "unigram": UnigramCodec,
+}
 
 
 class Tokenizer:
@@ -24,8 +39,7 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary, *, chat_template: str | None = None):
         self._vocabulary = vocabulary
         self._chat_template = chat_template or vocabulary.chat_template
-        is_llama = vocabulary.kind == "llama"
-        self._codec = ScoreMergeCodec(vocabulary) if is_llama else ByteLevelCodec(vocabulary)
+        self._codec = _CODECS[vocabulary.kind](vocabulary)
 
     @classmethod
     def from_gguf(
@@ -41,6 +55,63 @@ class Tokenizer:
             WeightFormatError: a key is missing or broken, or the kind of tokenizer is not known.
         """
         return cls(Vocabulary.from_gguf(metadata), chat_template=chat_template)
+
+    @classmethod
+    def from_sentencepiece(
+        cls, path: str | os.PathLike[str], *, chat_template: str | None = None
+    ) -> "Tokenizer":
+        """Read a SentencePiece `.model` file, BPE or unigram, with its normaliser.
+
+        A prompt starts with BOS where the model has one; such a file has no rule of its own.
+
+        Raises:
+            WeightFormatError: the file is broken, or of a kind that is not read.
+        """
+        return cls(read_sentencepiece(Path(path).read_bytes()), chat_template=chat_template)
+
+    @classmethod
+    def from_tiktoken(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        pattern: str,
+        special_tokens: Mapping[str, int] = MappingProxyType({}),
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        chat_template: str | None = None,
+    ) -> "Tokenizer":
+        """Read a tiktoken file: a token in base64 and its rank on each line.
+
+        Args:
+            path: the file.
+            pattern: the expression that cuts text into words, which the file does not hold.
+            special_tokens: texts of control tokens and their ids.
+            bos_token: the one of them that starts a prompt; None for no BOS.
+            eos_token: the one of them that ends a generation, beside those with a known text.
+            chat_template: used by `apply_chat_template`.
+
+        Raises:
+            WeightFormatError: the file is broken, ids collide, or the pattern does not compile.
+        """
+        vocabulary = read_tiktoken(
+            Path(path).read_bytes(),
+            pattern=pattern,
+            special_tokens=special_tokens,
+            bos_token=bos_token,
+            eos_token=eos_token,
+        )
+        return cls(vocabulary, chat_template=chat_template)
+
+    @classmethod
+    def from_tekken(
+        cls, path: str | os.PathLike[str], *, chat_template: str | None = None
+    ) -> "Tokenizer":
+        """Read Mistral's `tekken.json`; a prompt starts with `<s>`.
+
+        Raises:
+            WeightFormatError: the file is broken, or of a kind that is not read.
+        """
+        return cls(read_tekken(Path(path).read_bytes()), chat_template=chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -211,11 +282,16 @@ class Tokenizer:
 
     @cached_property
     def _plain_splitter(self) -> TokenSplitter:
-        return self._splitter(TokenType.USER_DEFINED)
+        return self._splitter(*self._whole_texts)
 
     @cached_property
     def _special_splitter(self) -> TokenSplitter:
-        return self._splitter(TokenType.USER_DEFINED, *SPECIAL)
+        return self._splitter(*self._whole_texts, *SPECIAL)
+
+    @property
+    def _whole_texts(self) -> tuple[TokenType, ...]:
+        """The type that is matched before anything else, unless a normaliser comes first."""
+        return () if self._vocabulary.normalizer is not None else (TokenType.USER_DEFINED,)
 
     def _splitter(self, *kinds: TokenType) -> TokenSplitter:
         tokens = self._vocabulary.tokens
@@ -226,6 +302,9 @@ class Tokenizer:
 
         llama.cpp begins another stretch after a user-defined token; SentencePiece, and we, do not.
         """
+        normalizer = self._vocabulary.normalizer
+        if normalizer is not None:
+            return self._encode_normalized(text, splitter, normalizer)
         ids: list[int] = []
         stretch_start = self.add_space_prefix
         for part in splitter.split(text):
@@ -240,6 +319,28 @@ class Tokenizer:
                 ids.append(part)
             stretch_start = False
         return ids
+
+    def _encode_normalized(
+        self, text: str, splitter: TokenSplitter, normalizer: TextNormalizer
+    ) -> list[int]:
+        """Ids where a SentencePiece model says how each stretch of text is normalised.
+
+        User-defined symbols are found in the normalised text; a unigram model weighs them itself.
+        """
+        ids: list[int] = []
+        inner = None if self._vocabulary.kind == "unigram" else self._normalized_splitter
+        for part in splitter.split(text):
+            if not isinstance(part, str):
+                ids.append(part)
+                continue
+            stretch = normalizer(part)
+            for piece in [stretch] if inner is None else inner.split(stretch):
+                ids.extend(self._codec.encode(piece) if isinstance(piece, str) else [piece])
+        return ids
+
+    @cached_property
+    def _normalized_splitter(self) -> TokenSplitter:
+        return self._splitter(TokenType.USER_DEFINED)
 
 
 def _check_text(text: str) -> None:

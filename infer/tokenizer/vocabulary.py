@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from infer.errors import WeightFormatError
+from infer.tokenizer.normalizing import TextNormalizer
 from infer.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
 
 _PREFIX = "tokenizer.ggml."
 KINDS = ("gpt2", "llama")
 
 # Texts that end a turn or a document when they are control tokens, as llama.cpp lists them.
-# `_end_ids` says which of llama.cpp's further rules are followed.
+# `end_ids` says which of llama.cpp's further rules are followed.
 _END_TEXTS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> "
     "<|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> "
@@ -42,16 +43,18 @@ class Vocabulary:
     """What a tokenizer is made of.
 
     Attributes:
-        kind: "gpt2" (byte-level BPE with merges) or "llama" (SentencePiece BPE with scores).
+        kind: "gpt2" (byte-level BPE with merges), "llama" (SentencePiece BPE with scores),
+            "unigram" (SentencePiece's language model) or "tiktoken" (byte-level BPE by rank).
         tokens: the text of each id, as the file writes it.
         ids: the inverse of `tokens`.
         types: one TokenType value per id, one byte each.
-        scores: merge priority per id, higher first ("llama"; empty for "gpt2").
+        scores: merge priority or log-probability per id, higher first ("llama", "unigram").
         merges: pairs in order of priority ("gpt2"; empty for "llama").
-        pre: how "gpt2" text is cut into words before merging; None for "llama".
+        pre: how text is cut into words before merging ("gpt2", "tiktoken"; else None).
         add_bos: whether a prompt starts with `bos_id` unless the caller says otherwise.
         add_space_prefix: whether a text gets a space in front ("llama").
         eos_ids: every id that ends a generation; the file's EOS first.
+        normalizer: what a SentencePiece model does to text before it cuts it.
     """
 
     kind: str
@@ -68,6 +71,7 @@ class Vocabulary:
     pad_id: int | None
     unk_id: int | None
     chat_template: str | None
+    normalizer: TextNormalizer | None = None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Vocabulary":
@@ -128,7 +132,7 @@ class Vocabulary:
             add_bos=add_bos,
             add_space_prefix=_get(metadata, "add_space_prefix", bool, True) if is_llama else False,
             bos_id=bos,
-            eos_ids=_end_ids(named_ends, ids, types),
+            eos_ids=end_ids(named_ends, ids, types),
             pad_id=pad,
             unk_id=unk,
             chat_template=template,
@@ -250,7 +254,7 @@ def _special_id(
     return int(value)
 
 
-def _end_ids(named: list[int], ids: Mapping[str, int], types: bytes) -> tuple[int, ...]:
+def end_ids(named: list[int], ids: Mapping[str, int], types: bytes) -> tuple[int, ...]:
     """Ids that end a generation: those the file names, then control tokens with a known text.
 
     Source: llama.cpp, `llama_vocab::impl::load`, the end-of-generation list, its exceptions for

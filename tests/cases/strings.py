@@ -305,6 +305,6 @@ def word_cut_strings() -> list[str]:
         "1,234,567.89 12345678 ٣٤٥٦",
         "a/b//\n/c\r/",
     ]
-    digits = lambda: draw.some(9, lambda: draw.pick("0123456789"))  # noqa: E731
+    digits = lambda: draw.some(9, lambda: draw.pick("0123456789"))
     out += [draw.some(4, digits, draw.pick([" ", ",", "a", "\n", "."])) for _ in range(150)]
     return out

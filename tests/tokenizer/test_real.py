@@ -1,4 +1,4 @@
-"""The real vocabularies against llama.cpp, string by string; see scripts/goldens/tokenizer_ids.py."""
+"""The real vocabularies against llama.cpp, string by string (scripts/goldens/tokenizer_ids.py)."""
 
 import base64
 import functools
