@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 from infer.errors import WeightFormatError
-from infer.tokenizer.byte_level import letters_bytes
+from infer.tokenizer.byte_level import bytes_letters, letters_bytes
 from infer.tokenizer.pair_merge import merge_pairs
 from infer.tokenizer.vocabulary import SPECIAL, TokenType, Vocabulary
 
@@ -45,15 +45,16 @@ class RankMergeCodec:
         return letters_bytes(text)
 
     def _encode_word(self, word: str) -> tuple[int, ...]:
-        whole = self._ids.get(word)
+        letters = bytes_letters(word.encode())
+        whole = self._ids.get(letters)
         if whole is not None:
             return (whole,)
-        symbols, _ = merge_pairs(list(word), self._ranks)
+        symbols, _ = merge_pairs(list(letters), self._ranks)
         return tuple(map(self._ids.__getitem__, symbols))
 
 
 def _word_cutter(patterns: tuple[str, ...]) -> Any:
-    """Cuts a text into words, written in the bytes' letters.
+    """Cuts a text into words.
 
     Raises:
         WeightFormatError: an expression does not compile.
@@ -66,5 +67,4 @@ def _word_cutter(patterns: tuple[str, ...]) -> Any:
         raise WeightFormatError(
             f"the word pattern {patterns!r:.80} does not compile: {error}"
         ) from error
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*splits, byte_level])
+    return pre_tokenizers.Sequence(splits)
