@@ -5,8 +5,10 @@ left, both at its matches and between them, so that nothing is lost.
 
 Source: the names are llama.cpp's (`llama_vocab::impl::load`), the expressions those of the models'
 own `tokenizer.json`, which llama.cpp quotes where it had to adapt them. We differ from llama.cpp
-where it adapted: `(?i:'s)` is `'[sS]` there and so misses `'ſ`, and the words of Tekken and GPT-4o
-are cut by ASCII case there, by Unicode case in the originals (`aÀb`: one word there, `a|Àb` here).
+where it adapted: `(?i:'s)` is `'[sS]` there and so misses `'ſ`; the words of Tekken and GPT-4o
+are cut by ASCII case there, by Unicode case in the originals (`aÀb`: one word there, `a|Àb` here);
+tests/tokenizer/test_pretokenizers.py lists the rest. Names whose text is not turned into bytes'
+letters (gemma4, granite-embed-multi-311m, sarvam-moe, whitespace) are not read.
 """
 
 from dataclasses import dataclass, replace

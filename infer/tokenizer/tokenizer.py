@@ -307,7 +307,13 @@ class Tokenizer:
             return self._encode_normalized(text, splitter, normalizer)
         ids: list[int] = []
         stretch_start = self.add_space_prefix
+        strips_right, stripping = self._vocabulary.strips_right, False
         for part in splitter.split(text):
+            if isinstance(part, str) and stripping:
+                part = part.lstrip(" \t\n\v\f\r")
+                if not part:
+                    continue
+            stripping = part in strips_right
             if isinstance(part, str):
                 ids.extend(self._codec.encode(" " + part if stretch_start else part))
             elif part in self.special_ids:

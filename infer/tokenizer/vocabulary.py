@@ -1,6 +1,7 @@
 """The vocabulary of a GGUF file, validated: texts, types, special ids, and the file's BOS rule."""
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,7 @@ class Vocabulary:
         add_space_prefix: whether a text gets a space in front ("llama").
         eos_ids: every id that ends a generation; the file's EOS first.
         normalizer: what a SentencePiece model does to text before it cuts it.
+        strips_right: tokens that swallow the whitespace after them.
     """
 
     kind: str
@@ -72,6 +74,7 @@ class Vocabulary:
     unk_id: int | None
     chat_template: str | None
     normalizer: TextNormalizer | None = None
+    strips_right: frozenset[int] = frozenset()
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Vocabulary":
@@ -136,6 +139,7 @@ class Vocabulary:
             pad_id=pad,
             unk_id=unk,
             chat_template=template,
+            strips_right=_strips_right(metadata, tokens, types),
         )
 
     def ids_of(self, *kinds: TokenType) -> list[int]:
@@ -272,3 +276,16 @@ def end_ids(named: list[int], ids: Mapping[str, int], types: bytes) -> tuple[int
     if "<|tool_response>" in by_text:
         by_text.pop("</s>", None)
     return tuple(dict.fromkeys([*named, *sorted(by_text.values())]))
+
+
+def _strips_right(metadata: Mapping[str, Any], tokens: list[str], types: bytes) -> frozenset[int]:
+    """Phi-3's whole texts take the whitespace after them; no key says so, only the model's name.
+
+    Source: llama.cpp, `llama_vocab::impl::load`, "set attributes by model/tokenizer name".
+    """
+    name = metadata.get("general.name")
+    if not isinstance(name, str) or not re.search("phi-?3", name.lower()):
+        return frozenset()
+    whole = {*SPECIAL, TokenType.USER_DEFINED}
+    kept = {"<unk>", "<s>", "<|endoftext|>"}
+    return frozenset(i for i, t in enumerate(types) if t in whole and tokens[i] not in kept)

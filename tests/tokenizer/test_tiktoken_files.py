@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 
 import pytest
+import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,7 +77,6 @@ def test_same_as_merging_one_pair_at_a_time(word):
 
 
 def test_same_as_tiktoken():
-    tiktoken = pytest.importorskip("tiktoken")
     order = [*(bytes([byte]) for byte in range(256)), *MERGED]
     ranks = {token: rank for rank, token in enumerate(order)}
     original = tiktoken.Encoding(
