@@ -2,7 +2,8 @@
 
     python scripts/fuzz.py gguf --seconds 60
 
-Needs `pip install atheris` (3.0 has wheels for Python 3.11 to 3.13) beside numpy and jaxtyping.
+Needs `pip install atheris` (3.0 has wheels for Python 3.11 to 3.13) beside numpy and jaxtyping, and
+`tokenizers` for that target.
 WeightFormatError is the one exception that a file may cause; another one, more than 5 seconds or
 more than 1 GB end the run, and the input is kept for a test.  Prints one JSON line.
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 SECONDS_PER_INPUT = 5
 MEMORY_MB = 1024
 MAX_BYTES = 4096
+MAX_TOKENIZER_BYTES = 16384  # a tekken file has an entry for each byte
 
 Target = tuple[Callable[[bytes], None], list[bytes]]
 
@@ -66,7 +68,55 @@ def gguf() -> Target:
     return one_input, seeds
 
 
-TARGETS: dict[str, Callable[[], Target]] = {"gguf": gguf}
+def tokenizer() -> Target:
+    """SentencePiece models, tiktoken and tekken files; the first byte says which."""
+    from infer.errors import WeightFormatError
+    from infer.tokenizer import Tokenizer
+    from infer.tokenizer.sentencepiece_files import read_sentencepiece
+    from infer.tokenizer.tiktoken_files import read_tekken, read_tiktoken
+    from tests.cases import tokenizer_bytes as t
+
+    readers = (
+        read_sentencepiece,
+        read_tekken,
+        lambda data: read_tiktoken(
+            data, pattern=r"\w+|\W", special_tokens={}, bos_token=None, eos_token=None
+        ),
+    )
+
+    def one_input(data: bytes) -> None:
+        try:
+            read = Tokenizer(readers[data[0] % len(readers)](data[1:])) if data else None
+        except WeightFormatError as error:
+            assert str(error).isprintable()
+            return
+        if read is not None:
+            ids = read.encode("ab \u00e9 12  x<s>", parse_special=True)
+            read.decode(ids)
+            assert all(0 <= i < read.vocab_size for i in ids)
+
+    pieces = [
+        ("\u2581", -4.0, 1),
+        ("a", -3.0, 1),
+        ("ab", -2.0, 1),
+        ("\u2581a", -1.0, 1),
+        ("x", 0.0, 4),
+    ]
+    units = [0x100 << 10] + [0] * 511
+    units[256 ^ 0x41], units[256 ^ 0x40] = 0x41 | 0x100 | (1 << 10), 0x80000000
+    mapped = t.message(f2=t.charsmap(units, b"b\0"), f4=1)
+    models = [
+        t.sentencepiece_model(pieces),
+        t.sentencepiece_model(pieces, kind=t.UNIGRAM),
+        t.sentencepiece_model(pieces, kind=t.UNIGRAM, normalizer=mapped),
+        t.sentencepiece_model([*pieces, *t.byte_pieces()], trainer=t.message(f35=1)),
+    ]
+    seeds = [b"\0" + model for model in models]
+    seeds += [b"\1" + t.tekken_file([b"ab"]), b"\2" + t.tiktoken_file([b"ab"])]
+    return one_input, seeds
+
+
+TARGETS: dict[str, Callable[[], Target]] = {"gguf": gguf, "tokenizer": tokenizer}
 
 
 def run_here(target: str, seconds: int, folder: Path) -> None:
@@ -84,7 +134,7 @@ def run_here(target: str, seconds: int, folder: Path) -> None:
         f"-max_total_time={seconds}",
         f"-timeout={SECONDS_PER_INPUT}",
         f"-rss_limit_mb={MEMORY_MB}",
-        f"-max_len={MAX_BYTES}",
+        f"-max_len={MAX_TOKENIZER_BYTES if target == 'tokenizer' else MAX_BYTES}",
         f"-artifact_prefix={folder}/",
         "-print_final_stats=1",
         "-verbosity=0",

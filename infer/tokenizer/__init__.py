@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizers from GGUF metadata, chat templates, incremental decoding.
+"""Text to token ids and back: tokenizers from files, chat templates, incremental decoding.
 
 Nothing here imports JAX; `tokenizers` and `jinja2` are imported when they are first needed.
 """

@@ -18,7 +18,18 @@ def _letters() -> dict[int, str]:
     }
 
 
-BYTE_OF_LETTER = {letter: byte for byte, letter in _letters().items()}
+_BYTE_OF_LETTER = {letter: byte for byte, letter in _letters().items()}
+_LETTER_OF_LATIN = str.maketrans({chr(byte): letter for byte, letter in _letters().items()})
+
+
+def bytes_letters(data: bytes) -> str:
+    """Bytes, each as its letter."""
+    return data.decode("latin-1").translate(_LETTER_OF_LATIN)
+
+
+def letters_bytes(text: str) -> bytes:
+    """The bytes that letters stand for; KeyError where one stands for none."""
+    return bytes(map(_BYTE_OF_LETTER.__getitem__, text))
 
 
 class ByteLevelCodec:
@@ -43,7 +54,7 @@ class ByteLevelCodec:
         token_type = self._vocabulary.types[token_id]
         if token_type not in SPECIAL and token_type != TokenType.USER_DEFINED:
             try:
-                return bytes(map(BYTE_OF_LETTER.__getitem__, text))
+                return letters_bytes(text)
             except KeyError:
                 pass
         return text.encode()

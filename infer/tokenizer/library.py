@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from infer.errors import RequestError, WeightFormatError
-from infer.tokenizer.byte_level import BYTE_OF_LETTER
+from infer.tokenizer.byte_level import letters_bytes
 from infer.tokenizer.vocabulary import SPECIAL, TokenType, Vocabulary
 
 # Ours: the largest vocabulary in the wild has 2^18 tokens.
@@ -155,7 +155,7 @@ class _TokenRule:
             return bytes([int(match[1], 16)])
         if self._byte_level and not added:
             with contextlib.suppress(KeyError):
-                return bytes(map(BYTE_OF_LETTER.__getitem__, text))
+                return letters_bytes(text)
         for old, new in self._replaced:
             text = text.replace(old, new)
         if self._continues is not None and text.startswith(self._continues):

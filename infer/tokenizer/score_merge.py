@@ -1,13 +1,13 @@
 """SentencePiece BPE, the kind `llama`: the adjacent pair with the best score merges first."""
 
-import heapq
 import re
 from functools import lru_cache
 
 from infer.errors import WeightFormatError
+from infer.tokenizer.normalizing import SPACE
+from infer.tokenizer.pair_merge import merge_pairs
 from infer.tokenizer.vocabulary import TokenType, Vocabulary
 
-_SPACE = "\u2581"  # SentencePiece's visible space
 # Types that are never the result of a merge: a byte, or a text that is matched as a whole.
 _WHOLE = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.BYTE)
 _CACHED_WORDS = 1 << 16
@@ -29,66 +29,33 @@ class ScoreMergeCodec:
         self._ids = dict(vocabulary.ids)
         for i in vocabulary.ids_of(*_WHOLE):
             del self._ids[vocabulary.tokens[i]]
-        # heapq pops the smallest; equal scores go to the leftmost pair.
-        self._ranks = [-score for score in vocabulary.scores]
-        self._byte_ids = _byte_ids(vocabulary)
-        self._border = _word_border(self._ids)
+        self._ranks = {text: -vocabulary.scores[i] for text, i in self._ids.items()}
+        self._unused = {vocabulary.tokens[i] for i in vocabulary.ids_of(TokenType.UNUSED)}
+        self._byte_ids = byte_ids(vocabulary)
+        self._border = word_border(self._ids)
         self._encode_cached = lru_cache(_CACHED_WORDS)(self._encode_word)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text without special tokens; no space is put in front."""
         ids: list[int] = []
-        for word in self._border.split(text.replace(" ", _SPACE)):
+        for word in self._border.split(text.replace(" ", SPACE)):
             encode = self._encode_cached if len(word) <= _CACHED_LEN else self._encode_word
             ids.extend(encode(word))
-        return ids if self._byte_ids else self._join_unknown(ids)
+        return ids if self._byte_ids else join_unknown(ids, self._vocabulary.unk_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for."""
         text = self._vocabulary.tokens[token_id]
         kind = self._vocabulary.types[token_id]
         if kind == TokenType.BYTE:
-            return bytes([_byte_value(text)])
+            return bytes([byte_value(text)])
         if kind not in _WHOLE:
-            text = text.replace(_SPACE, " ")
+            text = text.replace(SPACE, " ")
         return text.encode()
 
     def _encode_word(self, word: str) -> tuple[int, ...]:
-        ids, ranks = self._ids, self._ranks
-        symbols = list(word)  # "" where a symbol was merged into the one on its left
-        size = len(symbols)
-        before = list(range(-1, size - 1))
-        after = list(range(1, size + 1))
-        parts: dict[str, tuple[str, str]] = {}
-        heap: list[tuple[float, int, int, int]] = []
-
-        def offer(left: int, right: int) -> None:
-            text = symbols[left] + symbols[right]
-            token_id = ids.get(text)
-            if token_id is not None:
-                heapq.heappush(heap, (ranks[token_id], left, right, len(text)))
-                if self._vocabulary.types[token_id] == TokenType.UNUSED:
-                    parts[text] = (symbols[left], symbols[right])
-
-        for left in range(size - 1):
-            offer(left, left + 1)
-        while heap:
-            _, left, right, length = heapq.heappop(heap)
-            # Stale where either side was merged since: it is gone, or it has grown.
-            if not (symbols[left] and symbols[right]):
-                continue
-            if len(symbols[left]) + len(symbols[right]) != length:
-                continue
-            symbols[left] += symbols[right]
-            symbols[right] = ""
-            following = after[right]
-            after[left] = following
-            if following < size:
-                before[following] = left
-                offer(left, following)
-            if before[left] >= 0:
-                offer(before[left], left)
-        return tuple(i for symbol in symbols if symbol for i in self._symbol_ids(symbol, parts))
+        symbols, parts = merge_pairs(list(word), self._ranks, self._unused)
+        return tuple(i for symbol in symbols for i in self._symbol_ids(symbol, parts))
 
     def _symbol_ids(self, symbol: str, parts: dict[str, tuple[str, str]]) -> list[int]:
         """The id of a finished symbol; of its parts if UNUSED; of its bytes if it is no token."""
@@ -102,25 +69,26 @@ class ScoreMergeCodec:
         assert self._vocabulary.unk_id is not None
         return [self._vocabulary.unk_id]
 
-    def _join_unknown(self, ids: list[int]) -> list[int]:
-        """A run of unknown characters is one UNK, as in SentencePiece."""
-        unk = self._vocabulary.unk_id
-        return [i for at, i in enumerate(ids) if i != unk or at == 0 or ids[at - 1] != unk]
+
+def join_unknown(ids: list[int], unk: int | None) -> list[int]:
+    """A run of unknown characters is one UNK, as in SentencePiece."""
+    return [i for at, i in enumerate(ids) if i != unk or at == 0 or ids[at - 1] != unk]
 
 
-def _byte_value(text: str) -> int:
+def byte_value(text: str) -> int:
+    """The byte of a byte token."""
     if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
         raise WeightFormatError(f"the byte token {text!r} is not of the form <0x41>")
     return int(text[3:5], 16)
 
 
-def _byte_ids(vocabulary: Vocabulary) -> list[int]:
+def byte_ids(vocabulary: Vocabulary) -> list[int]:
     """The id of each byte; empty where the vocabulary has no byte tokens.
 
     Raises:
         WeightFormatError: some bytes are missing, or there are none and no unknown token.
     """
-    found = {_byte_value(vocabulary.tokens[i]): i for i in vocabulary.ids_of(TokenType.BYTE)}
+    found = {byte_value(vocabulary.tokens[i]): i for i in vocabulary.ids_of(TokenType.BYTE)}
     missing = [byte for byte in range(256) if byte not in found]
     if len(missing) == 256 and vocabulary.unk_id is not None:
         return []
@@ -132,8 +100,8 @@ def _byte_ids(vocabulary: Vocabulary) -> list[int]:
     return [found[byte] for byte in range(256)]
 
 
-def _word_border(ids: dict[str, int]) -> re.Pattern[str]:
+def word_border(ids: dict[str, int]) -> re.Pattern[str]:
     """Matches the empty place before a space that no token of the vocabulary reaches across."""
-    crossing = set(re.findall(rf"[^{_SPACE}\0](?={_SPACE})", "\0".join(ids)))
+    crossing = set(re.findall(rf"[^{SPACE}\0](?={SPACE})", "\0".join(ids)))
     joined = "".join(map(re.escape, sorted(crossing)))
-    return re.compile(rf"(?={_SPACE})(?<=[^{_SPACE}{joined}])")
+    return re.compile(rf"(?={SPACE})(?<=[^{SPACE}{joined}])")

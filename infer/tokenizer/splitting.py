@@ -26,25 +26,29 @@ class TokenSplitter:
 
     def split(self, text: str) -> Iterator[str | int]:
         """Yield the pieces of `text` in order: an id for a token, a str for what lies between."""
+        done = 0
+        for start, end in self.places(text):
+            if done < start:
+                yield text[done:start]
+            yield self._ids[text[start:end]]
+            done = end
+        if done < len(text):
+            yield text[done:]
+
+    def places(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield where the tokens of `text` begin and end, in order."""
         if self._start is None:
-            if text:
-                yield text
             return
-        done = at = 0
+        at = 0
         while found := self._start.search(text, at):
             at = found.start()
             for length in self._lengths_at(text, at):
-                token_id = self._ids.get(text[at : at + length])
-                if token_id is not None:
-                    if done < at:
-                        yield text[done:at]
-                    yield token_id
-                    done = at = at + length
+                if text[at : at + length] in self._ids:
+                    yield at, at + length
+                    at += length
                     break
             else:
                 at += 1
-        if done < len(text):
-            yield text[done:]
 
     def _lengths_at(self, text: str, at: int) -> list[int]:
         return self._lengths.get(text[at : at + 2]) or self._lengths[text[at]]

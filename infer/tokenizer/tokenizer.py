@@ -1,11 +1,11 @@
-"""The tokenizer that the rest of the package uses, built from the metadata of a GGUF file or from
-the files of a folder.
-"""
+"""The tokenizer that the rest of the package uses, built from any of the files that hold one."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import index
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, SupportsIndex
 
 from infer.errors import ConfigError, RequestError
@@ -14,9 +14,22 @@ from infer.tokenizer.byte_level import ByteLevelCodec
 from infer.tokenizer.decoding import DecodeStream
 from infer.tokenizer.folder import Parts, parts_of, parts_of_folder
 from infer.tokenizer.library import LibraryCodec
+from infer.tokenizer.normalizing import TextNormalizer
+from infer.tokenizer.rank_merge import RankMergeCodec
 from infer.tokenizer.score_merge import ScoreMergeCodec
+from infer.tokenizer.sentencepiece_files import read_sentencepiece
 from infer.tokenizer.splitting import TokenSplitter
+from infer.tokenizer.tiktoken_files import read_tekken, read_tiktoken
+from infer.tokenizer.unigram import UnigramCodec
 from infer.tokenizer.vocabulary import SPECIAL, TokenType, Vocabulary
+
+_CODECS = {
+    "gpt2": ByteLevelCodec,
+    "llama": ScoreMergeCodec,
+    "tiktoken": RankMergeCodec,
+    "unigram": UnigramCodec,
+}
+_Codec = ByteLevelCodec | ScoreMergeCodec | RankMergeCodec | UnigramCodec
 
 
 class Tokenizer:
@@ -30,8 +43,7 @@ class Tokenizer:
     def __init__(self, parts: Vocabulary | Parts, *, chat_template: str | None = None):
         if isinstance(parts, Vocabulary):
             vocabulary, self._prefix = parts, () if parts.bos_id is None else (parts.bos_id,)
-            is_llama = vocabulary.kind == "llama"
-            self._codec = ScoreMergeCodec(vocabulary) if is_llama else ByteLevelCodec(vocabulary)
+            self._codec = _CODECS[vocabulary.kind](vocabulary)
             templates: Mapping[str, str] = {}
             if vocabulary.chat_template:
                 templates = {"default": vocabulary.chat_template}
@@ -96,6 +108,63 @@ class Tokenizer:
         """
         parts = parts_of(source, config=config or {}, ids=[], templates={})
         return cls(parts, chat_template=chat_template)
+
+    @classmethod
+    def from_sentencepiece(
+        cls, path: str | os.PathLike[str], *, chat_template: str | None = None
+    ) -> "Tokenizer":
+        """Read a SentencePiece `.model` file, BPE or unigram, with its normaliser.
+
+        A prompt starts with BOS where the model has one; such a file has no rule of its own.
+
+        Raises:
+            WeightFormatError: the file is broken, or of a kind that is not read.
+        """
+        return cls(read_sentencepiece(Path(path).read_bytes()), chat_template=chat_template)
+
+    @classmethod
+    def from_tiktoken(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        pattern: str,
+        special_tokens: Mapping[str, int] = MappingProxyType({}),
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        chat_template: str | None = None,
+    ) -> "Tokenizer":
+        """Read a tiktoken file: a token in base64 and its rank on each line.
+
+        Args:
+            path: the file.
+            pattern: the expression that cuts text into words, which the file does not hold.
+            special_tokens: texts of control tokens and their ids.
+            bos_token: the one of them that starts a prompt; None for no BOS.
+            eos_token: the one of them that ends a generation, beside those with a known text.
+            chat_template: used by `apply_chat_template`.
+
+        Raises:
+            WeightFormatError: the file is broken, ids collide, or the pattern does not compile.
+        """
+        vocabulary = read_tiktoken(
+            Path(path).read_bytes(),
+            pattern=pattern,
+            special_tokens=special_tokens,
+            bos_token=bos_token,
+            eos_token=eos_token,
+        )
+        return cls(vocabulary, chat_template=chat_template)
+
+    @classmethod
+    def from_tekken(
+        cls, path: str | os.PathLike[str], *, chat_template: str | None = None
+    ) -> "Tokenizer":
+        """Read Mistral's `tekken.json`; a prompt starts with `<s>`.
+
+        Raises:
+            WeightFormatError: the file is broken, or of a kind that is not read.
+        """
+        return cls(read_tekken(Path(path).read_bytes()), chat_template=chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -288,26 +357,38 @@ class Tokenizer:
 
     @cached_property
     def _plain_splitter(self) -> TokenSplitter:
-        return self._splitter(TokenType.USER_DEFINED)
+        return self._splitter(*self._whole_texts)
 
     @cached_property
     def _special_splitter(self) -> TokenSplitter:
-        return self._splitter(TokenType.USER_DEFINED, *SPECIAL)
+        return self._splitter(*self._whole_texts, *SPECIAL)
+
+    @property
+    def _whole_texts(self) -> tuple[TokenType, ...]:
+        """The type that is matched before anything else, unless a normaliser comes first."""
+        return () if self._vocabulary.normalizer is not None else (TokenType.USER_DEFINED,)
 
     def _splitter(self, *kinds: TokenType) -> TokenSplitter:
         tokens = self._vocabulary.tokens
         return TokenSplitter({tokens[i]: i for i in self._vocabulary.ids_of(*kinds)})
 
-    def _encode_parts(
-        self, text: str, codec: ScoreMergeCodec | ByteLevelCodec, splitter: TokenSplitter
-    ) -> list[int]:
+    def _encode_parts(self, text: str, codec: _Codec, splitter: TokenSplitter) -> list[int]:
         """Ids of a text; the space prefix, where it is the rule, begins each stretch of plain text.
 
         llama.cpp begins another stretch after a user-defined token; SentencePiece, and we, do not.
         """
+        normalizer = self._vocabulary.normalizer
+        if normalizer is not None:
+            return self._encode_normalized(text, codec, splitter, normalizer)
         ids: list[int] = []
         stretch_start = self.add_space_prefix
+        strips_right, stripping = self._vocabulary.strips_right, False
         for part in splitter.split(text):
+            if isinstance(part, str) and stripping:
+                part = part.lstrip(" \t\n\v\f\r")
+                if not part:
+                    continue
+            stripping = part in strips_right
             if isinstance(part, str):
                 ids.extend(codec.encode(" " + part if stretch_start else part))
             elif part in self.special_ids:
@@ -319,6 +400,28 @@ class Tokenizer:
                 ids.append(part)
             stretch_start = False
         return ids
+
+    def _encode_normalized(
+        self, text: str, codec: _Codec, splitter: TokenSplitter, normalizer: TextNormalizer
+    ) -> list[int]:
+        """Ids where a SentencePiece model says how each stretch of text is normalised.
+
+        User-defined symbols are found in the normalised text; a unigram model weighs them itself.
+        """
+        ids: list[int] = []
+        inner = None if self._vocabulary.kind == "unigram" else self._normalized_splitter
+        for part in splitter.split(text):
+            if not isinstance(part, str):
+                ids.append(part)
+                continue
+            stretch = normalizer(part)
+            for piece in [stretch] if inner is None else inner.split(stretch):
+                ids.extend(codec.encode(piece) if isinstance(piece, str) else [piece])
+        return ids
+
+    @cached_property
+    def _normalized_splitter(self) -> TokenSplitter:
+        return self._splitter(TokenType.USER_DEFINED)
 
 
 def _check_text(text: str) -> None:

@@ -1,6 +1,7 @@
 """The vocabulary of a GGUF file, validated: texts, types, special ids, and the file's BOS rule."""
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from infer.errors import WeightFormatError
+from infer.tokenizer.normalizing import TextNormalizer
 from infer.tokenizer.pretokenizers import PreTokenizer, pre_tokenizer
 
 _PREFIX = "tokenizer.ggml."
@@ -42,17 +44,20 @@ class Vocabulary:
     """What a tokenizer is made of.
 
     Attributes:
-        kind: "gpt2" (byte-level BPE with merges), "llama" (SentencePiece BPE with scores) or
+        kind: "gpt2" (byte-level BPE with merges), "llama" (SentencePiece BPE with scores),
+            "unigram" (SentencePiece's language model), "tiktoken" (byte-level BPE by rank) or
             "library" (tokenizer.json, which the `tokenizers` library reads).
         tokens: the text of each id, as the file writes it.
         ids: the inverse of `tokens`.
         types: one TokenType value per id, one byte each.
-        scores: merge priority per id, higher first ("llama"; empty for "gpt2").
+        scores: merge priority or log-probability per id, higher first ("llama", "unigram").
         merges: pairs in order of priority ("gpt2"; empty for "llama").
-        pre: how "gpt2" text is cut into words before merging; None for "llama".
+        pre: how text is cut into words before merging ("gpt2", "tiktoken"; else None).
         add_bos: whether a prompt starts with `bos_id` unless the caller says otherwise.
         add_space_prefix: whether a text gets a space in front ("llama").
         eos_ids: every id that ends a generation; the file's EOS first.
+        normalizer: what a SentencePiece model does to text before it cuts it.
+        strips_right: tokens that swallow the whitespace after them.
     """
 
     kind: str
@@ -69,6 +74,8 @@ class Vocabulary:
     pad_id: int | None
     unk_id: int | None
     chat_template: str | None
+    normalizer: TextNormalizer | None = None
+    strips_right: frozenset[int] = frozenset()
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Vocabulary":
@@ -133,6 +140,7 @@ class Vocabulary:
             pad_id=pad,
             unk_id=unk,
             chat_template=template,
+            strips_right=_strips_right(metadata, tokens, types),
         )
 
     def ids_of(self, *kinds: TokenType) -> list[int]:
@@ -269,3 +277,16 @@ def end_ids(named: list[int], ids: Mapping[str, int], types: bytes) -> tuple[int
     if "<|tool_response>" in by_text:
         by_text.pop("</s>", None)
     return tuple(dict.fromkeys([*named, *sorted(by_text.values())]))
+
+
+def _strips_right(metadata: Mapping[str, Any], tokens: list[str], types: bytes) -> frozenset[int]:
+    """Phi-3's whole texts take the whitespace after them; no key says so, only the model's name.
+
+    Source: llama.cpp, `llama_vocab::impl::load`, "set attributes by model/tokenizer name".
+    """
+    name = metadata.get("general.name")
+    if not isinstance(name, str) or not re.search("phi-?3", name.lower()):
+        return frozenset()
+    whole = {*SPECIAL, TokenType.USER_DEFINED}
+    kept = {"<unk>", "<s>", "<|endoftext|>"}
+    return frozenset(i for i, t in enumerate(types) if t in whole and tokens[i] not in kept)

@@ -272,3 +272,39 @@ def strings(count: int = 12_000, seed: int = 20_240_229) -> list[str]:
         maker = _long if draw.below(60) == 0 else draw.pick(makers)
         out.append(maker(draw))
     return out[:count]
+
+
+def word_cut_strings() -> list[str]:
+    """Every eighth of `strings`, and what one or two pre-tokenizers alone have an expression for."""
+    draw = _Draw(7)
+    out = strings()[::8]
+    out += [f"{'7' * n}{after}" for n in range(1, 12) for after in ("", " ", "x", ".5", "\n1")]
+    out += [f"a{' ' * n}{after}" for n in (1, 2, 3, 7, 8, 9, 31, 33, 300, 600) for after in "b\n."]
+    out += [
+        "<sentinel:12>x <sentinel:x>",
+        "IMGIMGABCZx IMGIMGABCDEZ",
+        "\t\ta\t b",
+        "a\r\nb\r\n\r\n ",
+    ]
+    out += [
+        "한국어 말 ㄱㅏ ㅣ",
+        "ㄅㄆㄇ注音",
+        "（全角）！，。…“”",
+        "漢字かな カナ ｶﾅ",
+        "ສະບາຍດີ ไทย ខ្មែរ မြန်မာ",
+    ]
+    out += [
+        "x`y` `z`",
+        "a|b^c$d<e>f=g+h~i",
+        "'S'T'RE'VE'M'LL'D it'S We'Re",
+        "#if ~foo @bar \\baz {x}",
+    ]
+    out += [
+        "a. b! c? d, e(f) g[h] i",
+        "नमस्ते। شكرا، ۔",
+        "1,234,567.89 12345678 ٣٤٥٦",
+        "a/b//\n/c\r/",
+    ]
+    digits = lambda: draw.some(9, lambda: draw.pick("0123456789"))
+    out += [draw.some(4, digits, draw.pick([" ", ",", "a", "\n", "."])) for _ in range(150)]
+    return out

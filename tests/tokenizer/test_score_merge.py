@@ -189,3 +189,18 @@ def test_long_words():
     text = "ab" * 20_000
     tokens = scored(PIECES)["tokenizer.ggml.tokens"]
     assert PLAIN.encode(text) == [tokens.index("ab")] * 20_000
+
+
+def test_whole_texts_of_phi3_take_the_whitespace_after_them():
+    special = (("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL), ("<|user|>", CONTROL))
+    metadata = scored(PIECES, special=special, add_bos_token=False)
+    tokens = metadata["tokenizer.ggml.tokens"]
+
+    def pieces(text: str, name: str) -> list[str]:
+        tokenizer = Tokenizer.from_gguf(metadata | {"general.name": name})
+        return [tokens[i] for i in tokenizer.encode(text, parse_special=True)]
+
+    # What llama.cpp gives for the same vocabulary.
+    assert pieces("<|user|> \t\n a", "Phi-3 mini") == ["<|user|>", "▁a"]
+    assert pieces("<s> a</s> ", "Phi-3 mini") == ["<s>", "▁", "▁a", "</s>"]
+    assert pieces("<|user|> a", "Llama 2") == ["<|user|>", "▁", "▁a"]

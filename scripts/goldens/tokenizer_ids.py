@@ -1,38 +1,22 @@
 """Write tests/data/tokenizers.json: what llama.cpp makes of the strings of tests/cases/strings.py.
 
-    python scripts/goldens/tokenizers.py SmolLM2-135M-Instruct.Q4_1.gguf gemma-3-270m-q4_k_m.gguf
+    python scripts/goldens/tokenizer_ids.py SmolLM2-135M-Instruct.Q4_1.gguf gemma-3-270m-q4_k_m.gguf
 
-Needs llama-cpp-python, gguf and numpy; neither JAX nor this package. The first file's vocabulary is
-also written out under every pre-tokenizer's name, so that each regular expression is compared.
+Needs llama-cpp-python; neither JAX nor this package.
 """
 
 import argparse
 import base64
 import hashlib
 import json
-import tempfile
 from pathlib import Path
 from runpy import run_path
 
-import gguf
 import llama_cpp
 
 ROOT = Path(__file__).resolve().parents[2]
 HASH_BYTES = 4
 FULL_EVERY = 60
-# The names that the tests know, one for each set of expressions.
-PRE = (
-    "default",
-    "gpt-2",
-    "smollm",
-    "llama-bpe",
-    "dbrx",
-    "qwen2",
-    "qwen35",
-    "deepseek-v3",
-    "tekken",
-    "gpt-4o",
-)
 MODELS = ("smollm2", "gemma3")
 
 
@@ -60,22 +44,6 @@ def golden(path: str, strings: list[str], *, with_ids: bool) -> dict:
     return found
 
 
-def with_pre(source: gguf.GGUFReader, name: str, path: Path) -> None:
-    """A file with the tokenizer of `source` under another pre-tokenizer, and no weights."""
-    value = {key: field.contents() for key, field in source.fields.items()}
-    writer = gguf.GGUFWriter(path, value["general.architecture"])
-    writer.add_tokenizer_model(value["tokenizer.ggml.model"])
-    writer.add_tokenizer_pre(name)
-    writer.add_token_list(value["tokenizer.ggml.tokens"])
-    writer.add_token_types(value["tokenizer.ggml.token_type"])
-    writer.add_token_merges(value["tokenizer.ggml.merges"])
-    writer.add_bos_token_id(value["tokenizer.ggml.bos_token_id"])
-    writer.add_eos_token_id(value["tokenizer.ggml.eos_token_id"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs=len(MODELS), metavar="GGUF", help=" then ".join(MODELS))
@@ -90,15 +58,7 @@ def main() -> None:
             name: golden(path, strings, with_ids=True)
             for name, path in zip(MODELS, arguments.files, strict=True)
         },
-        "pre": {},
     }
-    source = gguf.GGUFReader(arguments.files[0])
-    with tempfile.TemporaryDirectory() as folder:
-        for name in PRE:
-            path = Path(folder) / f"{name}.gguf"
-            with_pre(source, name, path)
-            some = strings[::8]
-            found["pre"][name] = golden(str(path), some, with_ids=False)["hashes"]
     arguments.out.write_text(json.dumps(found, separators=(",", ":")) + "\n")
     print(f"{arguments.out}: {arguments.out.stat().st_size} bytes, {len(strings)} strings")
 
