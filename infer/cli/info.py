@@ -60,7 +60,7 @@ def model_file(model: str) -> Path:
 
 
 def summary_of(path: Path) -> tuple[Summary, list[Path]]:
-    """Return the summary of the GGUF file or the folder at `path`, and all files of the weights."""
+    """Return the summary of the GGUF file or the folder at `path`, and all files of the model."""
     from infer.weights.folder_summary import summarise_folder
     from infer.weights.gguf import GGUFFile
 
@@ -82,7 +82,7 @@ def report_of(model: str, files: list[Path], found: Summary, context: int | None
     layers = found.layers_with(_KV_BYTES["bf16"])
     return {
         "model": model,
-        "file": str(files[0]),
+        "file": str(files[0].parent if files[0].suffix == ".safetensors" else files[0]),
         "num_files": len(files),
         "file_bytes": sum(path.stat().st_size for path in files),
         "name": found.name,

@@ -18,10 +18,14 @@ _ALL_SLIDE = {"phi3"}
 
 @runtime_checkable
 class _Tensor(Protocol):
-    name: str
-    shape: tuple[int, ...]
-    type_name: str
-    nbytes: int
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def type_name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 @runtime_checkable

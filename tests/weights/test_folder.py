@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 
+import infer
 from infer import backend
 from infer.config import RopeScalingKind
 from infer.errors import CapacityError, ConfigError, WeightFormatError
@@ -35,6 +37,29 @@ def test_logits_agree_with_transformers(name: str, spelling: str, tmp_path: Path
     logits = np.asarray(jax.jit(decoder.forward)(params, jnp.asarray(want["tokens"])))[0]
     worst = np.abs(logits[want["kept"]] - want["logits"]).max(axis=1)
     assert worst.max() < 1e-4, dict(zip(want["kept"].tolist(), worst.tolist(), strict=True))
+
+
+def test_text_from_a_folder(tmp_path: Path) -> None:
+    folder = write(tmp_path, CONFIGS["llama"], golden_weights("llama"))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(90)}))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    (folder / "tokenizer.json").write_text(words.to_str())
+    model = infer.load(folder)
+    greedy = infer.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    out = model.generate(["w5 w6 w7"], greedy)
+    ids = [5, 6, 7]
+    for _ in range(3):
+        logits = decoder.forward(model.params, jnp.asarray([ids], jnp.int32))[0, -1]
+        ids.append(int(jnp.argmax(logits)))
+    assert out.tokens[0].tolist() == ids[3:] and max(ids) < 90
+    assert out.text[0].split() == [f"w{i}" for i in ids[3:]]
+    with pytest.raises(ConfigError, match="packed=True keeps the blocks of a GGUF file"):
+        infer.load(folder, packed=True)
+    with pytest.raises(ConfigError, match=r"is a part of a model; give its folder"):
+        infer.load(folder / "model.safetensors")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(WeightFormatError, match=r"has no tokenizer\.json"):
+        infer.load(folder)
 
 
 def test_a_multimodal_gemma_gives_its_text_model(tmp_path: Path) -> None:
