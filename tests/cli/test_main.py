@@ -78,13 +78,22 @@ run()
 
 def test_ctrl_c_during_a_long_program():
     command = [sys.executable, "-c", BUSY]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "busy\n"
-    start = time.perf_counter()
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        # A shell's background job ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "busy\n"
+            start = time.perf_counter()
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert time.perf_counter() - start < 10
     assert (process.returncode, out, err) == (130, "", "")
