@@ -344,7 +344,11 @@ def test_inside_a_trace_host_work_and_missing_keys_are_refused() -> None:
         ([[1] * 128], {}, "prompt 0 has 128 tokens, the model's context is 128"),
         ([1, 2, 3], {}, "flat list of ids"),
         (["text"], {}, "prompt 0 is a string and no tokenizer was given"),
-        ([[1.5]], {}, "prompt 0 is a list; pass a string or a list of ids"),
+        (
+            [[1.5]],
+            {},
+            "prompt 0 is a list with float in it; pass a string or a list of integer ids",
+        ),
         (np.ones((2, 3)), {}, "integer ids"),
         (np.ones((2, 3), np.int32), {"prompt_lens": [3]}, r"pass one integer per row, \[2\]"),
         (np.ones((2, 3), np.int32), {"prompt_lens": [3, 4]}, "prompt_lens spans 3..4"),
