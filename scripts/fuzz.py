@@ -2,8 +2,8 @@
 
     python scripts/fuzz.py gguf --seconds 60
 
-Needs `pip install atheris` (3.0 has wheels for Python 3.11 to 3.13) beside numpy and jaxtyping, and
-`tokenizers` for that target.
+Needs `pip install atheris` (3.0 has wheels for Python 3.11 to 3.13) beside numpy and jaxtyping,
+`ml_dtypes` for safetensors and `tokenizers` for that target.
 WeightFormatError is the one exception that a file may cause; another one, more than 5 seconds or
 more than 1 GB end the run, and the input is kept for a test.  Prints one JSON line.
 
@@ -68,6 +68,27 @@ def gguf() -> Target:
     return one_input, seeds
 
 
+def safetensors() -> Target:
+    from infer.errors import WeightFormatError
+    from infer.weights.safetensors import SafetensorsFile
+    from tests.cases.hostile_safetensors import ACCEPTED, REFUSED
+
+    def one_input(data: bytes) -> None:
+        try:
+            file = SafetensorsFile("fuzz", data)
+        except WeightFormatError as error:
+            assert str(error).isprintable()
+            return
+        for name, info in file.tensors.items():
+            assert file.raw(name).nbytes == info.nbytes
+            file.array(name)
+
+    refused = [data for data, _ in REFUSED.values()]
+    accepted = [data for data, _ in ACCEPTED.values()]
+    seeds = [d for d in (*accepted, *refused) if len(d) <= MAX_BYTES]
+    return one_input, seeds
+
+
 def tokenizer() -> Target:
     """SentencePiece models, tiktoken and tekken files; the first byte says which."""
     from infer.errors import WeightFormatError
@@ -116,7 +137,11 @@ def tokenizer() -> Target:
     return one_input, seeds
 
 
-TARGETS: dict[str, Callable[[], Target]] = {"gguf": gguf, "tokenizer": tokenizer}
+TARGETS: dict[str, Callable[[], Target]] = {
+    "gguf": gguf,
+    "safetensors": safetensors,
+    "tokenizer": tokenizer,
+}
 
 
 def run_here(target: str, seconds: int, folder: Path) -> None:
