@@ -63,7 +63,9 @@ def test_compilation_cache_is_set_up_unless_the_user_says_otherwise(
 
 
 BUSY = """
-import dataclasses, sys, threading, types
+import dataclasses, signal, sys, threading, types
+# A shell's background job ignores SIGINT, and so would its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import infer
 from infer.cli.main import run
 def busy(*args, **kwargs):
@@ -84,8 +86,6 @@ def test_ctrl_c_during_a_long_program():
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        # A shell's background job ignores SIGINT, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         try:
             assert process.stdout is not None
