@@ -45,9 +45,9 @@ def test_smollm2():
 def test_gemma3_opens_at_once():
     path = real_model_path("gemma3-270m")
     GGUFFile.open(path).close()  # the file is in memory now
-    started = time.perf_counter()
+    started = time.process_time()
     with GGUFFile.open(path) as file:
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
         assert seconds < 0.5  # measured 0.04 s; a loaded machine is slower
         assert Counter(t.type_name for t in file.tensors.values()) == {
             "F32": 109,

@@ -44,11 +44,11 @@ def test_a_broken_file_is_refused(tmp_path, name):
     path = tmp_path / "a.safetensors"
     path.write_bytes(data)
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         with pytest.raises(WeightFormatError) as error:
             SafetensorsFile.open(path)
-        seconds, peak = time.perf_counter() - started, tracemalloc.get_traced_memory()[1]
+        seconds, peak = time.process_time() - started, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     message = str(error.value)
@@ -77,11 +77,11 @@ def test_the_reference_library_refuses_it_too(name):
 def test_a_long_header_costs_neither_time_nor_memory(header):
     data = file_bytes(header)
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         with pytest.raises(WeightFormatError):
             SafetensorsFile("m", data)
-        seconds, peak = time.perf_counter() - started, tracemalloc.get_traced_memory()[1]
+        seconds, peak = time.process_time() - started, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert seconds < 1 and peak < 1 << 24
