@@ -2,7 +2,7 @@
 
 Called on the host it checks everything, rounds sizes up to buckets so that a second call compiles
 nothing, runs the one-program loop and returns numpy arrays, words and text.  Called inside a trace
-(a user's jit, scan, shard_map) it is pure: arrays in, arrays out.
+(a user's jit, scan or vmap) it is pure: arrays in, arrays out.
 """
 
 from collections.abc import Iterator, Sequence
