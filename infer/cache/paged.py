@@ -51,7 +51,7 @@ class PagedCache:
 def create(
     config: ModelConfig,
     *,
-    num_slots: int,
+    num_rows: int,
     num_pages: int,
     page_size: int,
     pages_per_row: int,
@@ -61,7 +61,7 @@ def create(
 
     Args:
         config: gives layers, key/value heads and head width.
-        num_slots: rows of the page table (B).
+        num_rows: rows of the page table (B).
         num_pages: pages in the pool (P).
         page_size: tokens in a page (U).
         pages_per_row: longest row of the table (M).
@@ -74,8 +74,8 @@ def create(
     return PagedCache(
         k_pages=pools(),
         v_pages=pools(),
-        page_table=jnp.full((num_slots, pages_per_row), num_pages, jnp.int32),
-        lengths=jnp.zeros(num_slots, jnp.int32),
+        page_table=jnp.full((num_rows, pages_per_row), num_pages, jnp.int32),
+        lengths=jnp.zeros(num_rows, jnp.int32),
         page_refs=jnp.zeros(num_pages, jnp.int32),
         overflow=jnp.zeros((), bool),
     )
@@ -147,9 +147,9 @@ def release(cache: PagedCache, rows: Bool[Array, " B"]) -> PagedCache:
 def fork(cache: PagedCache, source: Int[Array, " B"], num_shared: Int[Array, " B"]) -> PagedCache:
     """Let row b begin with the first `num_shared[b]` pages of row `source[b]`, by reference.
 
-    Rows with `num_shared` 0 are left alone; the others must hold no pages.  Only full pages may be
-    shared by rows that will write: a page has one owner unless nobody writes to it.  Lengths become
-        the tokens those pages hold.
+    Rows with `num_shared` 0 are left alone; the others must hold no pages.  A page has one owner
+    unless nobody writes to it: a row that will write shares full pages only.  Lengths stay as they
+    are.
     """
     num_pages, pages_per_row = cache.num_pages, cache.page_table.shape[1]
     column = jnp.arange(pages_per_row, dtype=jnp.int32)[None, :]
@@ -160,7 +160,18 @@ def fork(cache: PagedCache, source: Int[Array, " B"], num_shared: Int[Array, " B
         cache,
         page_table=jnp.where(shared, parent_table, cache.page_table),
         page_refs=cache.page_refs.at[taken].add(1, mode="drop"),
-        lengths=jnp.where(num_shared > 0, num_shared * cache.page_size, cache.lengths),
+    )
+
+
+def copy_pages(cache: PagedCache, source: Int[Array, " N"], target: Int[Array, " N"]) -> PagedCache:
+    """Copy the contents of page `source[n]` to page `target[n]`, in every layer; a target of P
+    copies nothing.
+    """
+    copied = lambda pages: pages.at[target].set(pages.at[source].get(mode="clip"), mode="drop")
+    return dataclasses.replace(
+        cache,
+        k_pages=tuple(map(copied, cache.k_pages)),
+        v_pages=tuple(map(copied, cache.v_pages)),
     )
 
 

@@ -18,9 +18,11 @@ from infer.compiling import num_traces, record_trace
 from infer.errors import RequestError
 from infer.generation import prepare, rows
 from infer.generation.prepare import Caps, RunOptions, TextCodec
-from infer.generation.program import Finish, Requests, State, finish_rows, run
+from infer.generation.program import run
 from infer.generation.result import GenerationResult, host_result
 from infer.generation.rows import Row
+from infer.generation.slots import finish_rows
+from infer.generation.state import Finish, Requests, State
 from infer.generation.text import RowText
 from infer.models.params import Params
 from infer.sampling import GREEDY_BELOW, SamplingParams
@@ -81,7 +83,7 @@ class Job:
         self.text = None if tokenizer is None else [RowText(tokenizer, r.sampling) for r in rows]
         self.compile_s = self.ttft_s = self.decode_s = 0.0
         self.compiles = 0
-        self.first_tokens = 0
+        self.first_tokens = self.first_prompt_tokens = 0
 
     @classmethod
     def prepare(
@@ -135,7 +137,8 @@ class Job:
             **rows.caps_of(todo, config.vocab_size),
         )
         state = rows.sampling_state(todo, key, caps, config.vocab_size)
-        requests = rows.request_arrays(todo, state, caps)
+        prefixes = rows.prefixes_of(todo, config, caps)
+        requests = rows.request_arrays(todo, state, prefixes, caps)
         return cls(params, todo, requests, caps, tokenizer, seed)
 
     def _run(self, max_turns: int | np.int32, until_first: bool) -> float:
@@ -149,7 +152,7 @@ class Job:
             jnp.asarray(until_first),
             caps=self.caps,
         )
-        jax.block_until_ready(self.state.turns)
+        jax.block_until_ready(self.state.counters.turns)
         return time.perf_counter() - start
 
     def compile(self) -> None:
@@ -166,6 +169,7 @@ class Job:
         self.compile()
         self.ttft_s = self._run(_FOREVER, True)
         self.first_tokens = int(np.sum(np.asarray(self.state.output.lengths)))
+        self.first_prompt_tokens = int(self.state.counters.prompt_tokens)
 
     def run_all(self) -> None:
         """Run to the end: in one call, or in bursts where stop strings are searched for."""
@@ -189,7 +193,7 @@ class Job:
             )
             if not running or bool(self.state.cache.overflow):
                 return
-            self.decode_s += self._run(int(self.state.turns) + _BURST_TURNS, False)
+            self.decode_s += self._run(int(self.state.counters.turns) + _BURST_TURNS, False)
 
     def _read(self) -> str:
         """Turn new tokens into text, end the rows whose stop string has appeared; return row 0's
@@ -222,8 +226,8 @@ class Job:
         """Return the figures of the run so far: seconds, tokens, rates, what ran."""
         lengths = np.asarray(self.state.output.lengths)[: len(self.rows)]
         generated = int(np.sum(lengths))
-        # Prompts of the first wave only: later ones are prefilled among the decode passes.
-        first_wave = sum(len(r.ids) for r in self.rows[: self.caps.slots])
+        # Prompt tokens of the first wave only: later ones are prefilled among the decode passes.
+        first_wave = self.first_prompt_tokens
         stats = {
             "backend": jax.default_backend(),
             "implementation": "xla",
@@ -234,9 +238,7 @@ class Job:
             "compiles": self.compiles,
             "num_prompt_tokens": [len(r.ids) for r in self.rows],
             "num_output_tokens": lengths.tolist(),
-            "prefill_passes": int(self.state.prefill_passes),
-            "decode_passes": int(self.state.decode_passes),
-        }
+        } | {name: int(value) for name, value in vars(self.state.counters).items()}
         return stats | ({"seed": self.seed} if self.seed is not None else {})
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from infer.cache import paged
 from infer.config import ModelConfig
 from infer.errors import RequestError
-from infer.generation.program import Lanes, Requests, State, initial_state
+from infer.generation.state import Lanes, Requests, State, initial_state
 from infer.models.params import Params
 
 # One tile of a prefill pass: long enough for full dots, short enough that a short prompt wastes
@@ -220,7 +220,7 @@ def fresh_state(params: Params, requests: Requests, caps: Caps, pad_id: int) -> 
     """Return the state before the first turn, its cache empty."""
     cache = paged.create(
         params.config,
-        num_slots=caps.slots,
+        num_rows=2 * caps.slots,
         num_pages=caps.pages,
         page_size=caps.page_size,
         pages_per_row=caps.pages_per_row,
@@ -229,6 +229,8 @@ def fresh_state(params: Params, requests: Requests, caps: Caps, pad_id: int) -> 
     return initial_state(
         cache,
         requests,
+        hidden_size=params.config.hidden_size,
+        dtype=params.dtype,
         max_new=caps.new_tokens,
         num_logprobs=caps.logprobs,
         num_prompt_logprobs=caps.prompt_logprobs,

@@ -14,10 +14,6 @@ the end of the turn and are refilled at once.
 """
 
 import dataclasses
-import enum
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +23,21 @@ from jaxtyping import Bool, Float, Int
 from infer.cache import paged
 from infer.cache.paged import PagedCache
 from infer.config import LayerConfig
+from infer.generation.slots import admit, begin_forks, retire
+from infer.generation.state import (
+    Finish,
+    Lanes,
+    Output,
+    Requests,
+    State,
+    at_most_once,
+    known_tokens,
+    planned_length,
+    primed,
+    row_of,
+    tokens_to_do,
+    unfinished,
+)
 from infer.models import decoder
 from infer.models.params import Params
 from infer.ops.attention import paged_attention
@@ -34,7 +45,6 @@ from infer.pytree import Leaf, pytree_dataclass
 from infer.sampling import (
     History,
     Role,
-    SamplingState,
     draw_keys,
     filtered_logits,
     is_stop,
@@ -45,69 +55,6 @@ from infer.sampling import (
     top_log_probabilities,
 )
 
-C = TypeVar("C")
-
-
-class Finish(enum.IntEnum):
-    """Why a request ended."""
-
-    RUNNING = 0
-    STOP = 1
-    LENGTH = 2
-    CAPACITY = 3
-    ABORT = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lanes:
-    """The static shape of a prefill pass: `num_tiles` tiles of `tile` tokens."""
-
-    tile: int
-    num_tiles: int
-
-
-@pytree_dataclass
-class Requests:
-    """What is asked; read only.  Rows from `count` on are padding and never run."""
-
-    prompts: Leaf  # int32 [R, T]
-    prompt_lens: Leaf  # int32 [R]
-    choice: Leaf  # int32 [R], which of its prompt's parallel samples a row is
-    wants_prompt_logprobs: Leaf  # bool [R]
-    sampling: SamplingState  # [R]
-    count: Leaf  # int32 []
-
-
-@pytree_dataclass
-class Output:
-    """What has been generated; a row per request, written in place."""
-
-    tokens: Leaf  # int32 [R, N]
-    logprobs: Leaf  # f32 [R, N]
-    top_tokens: Leaf  # int32 [R, N, C]
-    top_logprobs: Leaf  # f32 [R, N, C]
-    lengths: Leaf  # int32 [R]
-    finish: Leaf  # int8 [R]
-    stop_reason: Leaf  # int32 [R], the id that stopped it, V where none did
-    prompt_logprobs: Leaf  # f32 [R, T or 0], of each prompt token given those before it; first 0
-    prompt_top_tokens: Leaf  # int32 [R, T or 0, C']
-    prompt_top_logprobs: Leaf  # f32 [R, T or 0, C']
-
-
-@pytree_dataclass
-class State:
-    """The loop's carry.  Donate it: every leaf is updated in place."""
-
-    cache: PagedCache  # rows are slots
-    request: Leaf  # int32 [B], R = free
-    num_generated: Leaf  # int32 [B]
-    last_token: Leaf  # int32 [B]
-    next_request: Leaf  # int32 [], head of the queue
-    output: Output
-    turns: Leaf  # int32 []
-    prefill_passes: Leaf  # int32 []
-    decode_passes: Leaf  # int32 []
-
 
 @pytree_dataclass
 class Ready:
@@ -115,56 +62,6 @@ class Ready:
 
     x: Leaf  # [B, D], their residual streams; 0 elsewhere
     rows: Leaf  # bool [B]
-
-
-def initial_state(
-    cache: PagedCache,
-    requests: Requests,
-    *,
-    max_new: int,
-    num_logprobs: int,
-    num_prompt_logprobs: int | None,
-    vocab_size: int,
-    pad_id: int,
-) -> State:
-    """Return the state before the first turn: every slot free, the whole queue waiting.
-
-    Args:
-        cache: empty.
-        requests: what is asked.
-        max_new: room for new tokens (N).
-        num_logprobs: top log-probabilities kept per token (C).
-        num_prompt_logprobs: the same for prompts; None keeps no log-probabilities of prompts.
-        vocab_size: V.
-        pad_id: fills the tokens that are not generated.
-    """
-    (num_requests, prompt_cap), num_slots = requests.prompts.shape, cache.page_table.shape[0]
-    zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
-    floats = lambda *shape: jnp.zeros(shape, jnp.float32)
-    prompt_shape = (num_requests, 0 if num_prompt_logprobs is None else prompt_cap)
-    output = Output(
-        tokens=jnp.full((num_requests, max_new), pad_id, jnp.int32),
-        logprobs=floats(num_requests, max_new),
-        top_tokens=zeros(num_requests, max_new, num_logprobs),
-        top_logprobs=floats(num_requests, max_new, num_logprobs),
-        lengths=zeros(num_requests),
-        finish=jnp.zeros(num_requests, jnp.int8),
-        stop_reason=jnp.full(num_requests, vocab_size, jnp.int32),
-        prompt_logprobs=floats(*prompt_shape),
-        prompt_top_tokens=zeros(*prompt_shape, num_prompt_logprobs or 0),
-        prompt_top_logprobs=floats(*prompt_shape, num_prompt_logprobs or 0),
-    )
-    return State(
-        cache=cache,
-        request=jnp.full(num_slots, num_requests, jnp.int32),
-        num_generated=zeros(num_slots),
-        last_token=zeros(num_slots),
-        next_request=zeros(),
-        output=output,
-        turns=zeros(),
-        prefill_passes=zeros(),
-        decode_passes=zeros(),
-    )
 
 
 def run(
@@ -193,65 +90,50 @@ def run(
 
     def go_on(s: State) -> Array:
         waiting = jnp.any((s.request < requests.prompts.shape[0]) & (s.num_generated == 0))
-        wanted = (s.turns < max_turns) & (waiting | ~until_first)
-        return _unfinished(s, requests) & wanted & ~s.cache.overflow
+        wanted = (s.counters.turns < max_turns) & (waiting | ~until_first)
+        return unfinished(s, requests) & wanted & ~s.cache.overflow
 
     def turn(s: State) -> State:
         num_slots = s.request.shape[0]
-        todo = lambda s: _tokens_to_do(s, requests)
+        todo = lambda s: tokens_to_do(s, requests)
         none = Ready(
             x=jnp.zeros((num_slots, params.config.hidden_size), params.dtype),
             rows=jnp.zeros(num_slots, bool),
         )
         c = (s, none)
-        c = _at_most_once(
+        c = at_most_once(
             jnp.any(todo(s) > 1), lambda c: _prefill_pass(params, requests, *c, lanes), c
         )
-        c = _at_most_once(jnp.any(todo(c[0]) == 1), lambda c: _decode_pass(params, requests, *c), c)
-        s, ready = c
+        c = at_most_once(jnp.any(todo(c[0]) == 1), lambda c: _decode_pass(params, requests, *c), c)
+        s, ready = _with_forks(requests, *c)
         # Nothing is ready after most turns of a long prompt alone: the head, as dear as several
         # layers, is skipped.
-        s = _at_most_once(
+        s = at_most_once(
             jnp.any(ready.rows), lambda s: _emit(params, requests, s, ready, processed_logprobs), s
         )
-        return _admit(dataclasses.replace(s, turns=s.turns + 1), requests)
+        return admit(_counted(s, turns=1), requests)
 
-    return lax.while_loop(go_on, turn, _admit(state, requests))
-
-
-def _at_most_once(condition: Array, step: Callable[[C], C], state: C) -> C:
-    """Return step(state) if `condition`, else state: as a loop, whose carry XLA keeps in place."""
-    again = lambda c: c[0]
-    once = lambda c: (jnp.zeros_like(c[0]), step(c[1]))
-    return lax.while_loop(again, once, (condition, state))[1]
+    return lax.while_loop(go_on, turn, admit(state, requests))
 
 
-def _unfinished(state: State, requests: Requests) -> Array:
-    num_requests = requests.prompts.shape[0]
-    return jnp.any(state.request < num_requests) | (state.next_request < requests.count)
+def _counted(state: State, **more: Array | int) -> State:
+    """Return the state with the named counters raised."""
+    old = state.counters
+    new = {name: getattr(old, name) + value for name, value in more.items()}
+    return dataclasses.replace(state, counters=dataclasses.replace(old, **new))
 
 
-def _known(state: State, requests: Requests) -> Array:
-    """Return the tokens of each slot's sequence that are known: its prompt and what it has
-    generated.
+def _with_forks(requests: Requests, state: State, ready: Ready) -> tuple[State, Ready]:
+    """Keep the residual streams of prompts that are complete, and start the forks that wait for
+    them; those with the whole prompt in common are ready too.
     """
-    row = jnp.minimum(state.request, requests.prompts.shape[0] - 1)
-    return requests.prompt_lens[row] + state.num_generated
-
-
-def _tokens_to_do(state: State, requests: Requests) -> Array:
-    """Return the known tokens of each slot that are not in the cache; 0 for a free slot."""
-    occupied = state.request < requests.prompts.shape[0]
-    return jnp.where(occupied, _known(state, requests) - state.cache.lengths, 0)
-
-
-def _span(requests: Requests, row: Int[Array, " N"]) -> Int[Array, " N"]:
-    """Return the planned length of each request's sequence: its prompt and all it may generate.
-
-    Rotary scalings that depend on a length take this one, from the first token on: the keys in the
-    cache and the queries to come turn alike.
-    """
-    return requests.prompt_lens[row] + requests.sampling.max_tokens[row]
+    num_slots = state.request.shape[0]
+    first = ready.rows & (state.num_generated == 0)
+    kept = jnp.where(first[:, None], ready.x, state.hidden[:num_slots])
+    state = dataclasses.replace(state, hidden=state.hidden.at[:num_slots].set(kept))
+    state = begin_forks(state, requests)
+    forked = primed(state, requests) & ~ready.rows
+    return state, _noted(ready, forked, state.hidden[:num_slots])
 
 
 # ---- passes --------------------------------------------------------------------------------------
@@ -264,7 +146,7 @@ def _prefill_pass(
     prompts are complete.
     """
     num_slots = state.request.shape[0]
-    todo = _tokens_to_do(state, requests)
+    todo = tokens_to_do(state, requests)
     order = jnp.argsort(state.request)
     # ceil((todo - 1) / tile): a lone last token is left to the decode pass.
     tiles = jnp.where(todo > 1, (todo + lanes.tile - 2) // lanes.tile, 0)[order]
@@ -275,7 +157,7 @@ def _prefill_pass(
     nth = jnp.minimum(nth, num_slots - 1)
     slot = order[nth].astype(jnp.int32)
     start = state.cache.lengths[slot] + (g - (ends - tiles)[nth]) * lanes.tile
-    known = _known(state, requests)[slot]
+    known = known_tokens(state, requests)[slot]
     count = jnp.where(used, jnp.clip(known - start, 0, lanes.tile), 0)
 
     offset = jnp.arange(lanes.tile, dtype=jnp.int32)
@@ -283,9 +165,10 @@ def _prefill_pass(
     positions = jnp.where(inside, start[:, None] + offset[None, :], -1)
     row = jnp.minimum(state.request[slot], requests.prompts.shape[0] - 1)
     tokens = requests.prompts.at[row[:, None], positions].get(mode="clip")
-    slots_flat = jnp.repeat(jnp.where(used, slot, num_slots), lanes.tile)
+    none = state.cache.page_table.shape[0]
+    slots_flat = jnp.repeat(jnp.where(used, slot, none), lanes.tile)
     table = state.cache.page_table[slot]
-    spans = jnp.repeat(_span(requests, row), lanes.tile)
+    spans = jnp.repeat(planned_length(requests, row), lanes.tile)
     x, cache = _through_layers(
         params, state.cache, tokens.reshape(-1), positions, slots_flat, table, spans
     )
@@ -294,10 +177,9 @@ def _prefill_pass(
     target = jnp.where(used, slot, num_slots)
     done = jnp.zeros(num_slots, jnp.int32).at[target].add(count, mode="drop")
     last = jnp.zeros(num_slots, jnp.int32).at[target].max(g * lanes.tile + count - 1, mode="drop")
-    cache = dataclasses.replace(cache, lengths=cache.lengths + done)
-    state = dataclasses.replace(
-        state, cache=cache, output=output, prefill_passes=state.prefill_passes + 1
-    )
+    cache = dataclasses.replace(cache, lengths=cache.lengths.at[:num_slots].add(done))
+    state = dataclasses.replace(state, cache=cache, output=output)
+    state = _counted(state, prefill_passes=1, prompt_tokens=jnp.sum(done, dtype=jnp.int32))
     complete = (done > 0) & (done == todo)
     return state, _noted(ready, complete, x[last])
 
@@ -349,9 +231,9 @@ def _decode_pass(
 ) -> tuple[State, Ready]:
     """Run one token of every slot that has exactly one to do."""
     num_slots = state.request.shape[0]
-    active = _tokens_to_do(state, requests) == 1
-    positions = jnp.where(active, state.cache.lengths, -1)
-    row = jnp.minimum(state.request, requests.prompts.shape[0] - 1)
+    active = tokens_to_do(state, requests) == 1
+    positions = jnp.where(active, state.cache.lengths[:num_slots], -1)
+    row = row_of(state, requests)
     from_prompt = requests.prompts.at[row, positions].get(mode="clip")
     tokens = jnp.where(state.num_generated == 0, from_prompt, state.last_token)
     slots = jnp.arange(num_slots, dtype=jnp.int32)
@@ -360,12 +242,14 @@ def _decode_pass(
         state.cache,
         tokens,
         positions[:, None],
-        jnp.where(active, slots, num_slots),
-        state.cache.page_table,
-        _span(requests, row),
+        jnp.where(active, slots, state.cache.page_table.shape[0]),
+        state.cache.page_table[:num_slots],
+        planned_length(requests, row),
     )
-    cache = dataclasses.replace(cache, lengths=cache.lengths + active.astype(jnp.int32))
-    state = dataclasses.replace(state, cache=cache, decode_passes=state.decode_passes + 1)
+    lengths = cache.lengths.at[:num_slots].add(active.astype(jnp.int32))
+    state = dataclasses.replace(state, cache=dataclasses.replace(cache, lengths=lengths))
+    prompts = jnp.sum(active & (state.num_generated == 0), dtype=jnp.int32)
+    state = _counted(state, decode_passes=1, prompt_tokens=prompts)
     return state, _noted(ready, active, x)
 
 
@@ -441,7 +325,7 @@ def _emit(
     vocab = params.config.vocab_size
     sampling = take(requests.sampling, state.request)
     raw = decoder.logits(params, ready_rows.x)
-    row = jnp.minimum(state.request, num_requests - 1)
+    row = row_of(state, requests)
     with jax.named_scope("sample"):
         history = History(
             prompts=requests.prompts[row],
@@ -482,62 +366,10 @@ def _emit(
         finish=out.finish.at[done].set(reason, mode="drop"),
         stop_reason=out.stop_reason.at[done].set(jnp.where(stopped, token, vocab), mode="drop"),
     )
-    return dataclasses.replace(
+    state = dataclasses.replace(
         state,
-        cache=paged.release(state.cache, finished),
-        request=jnp.where(finished, num_requests, state.request),
-        num_generated=jnp.where(finished, 0, num_generated),
+        num_generated=num_generated,
         last_token=jnp.where(ready, token, state.last_token),
         output=output,
     )
-
-
-def _admit(state: State, requests: Requests) -> State:
-    """Give free slots to waiting requests: the i-th free slot to the i-th in the queue, as far as
-    the pages reach.
-
-    If no slot is busy and not even the first request fits, the pool can never serve it: `overflow`
-    ends the loop.
-    """
-    num_requests, cache = requests.prompts.shape[0], state.cache
-    free = state.request == num_requests
-    candidate = state.next_request + jnp.cumsum(free, dtype=jnp.int32) - 1
-    wanted = free & (candidate < requests.count)
-    row = jnp.minimum(candidate, num_requests - 1)
-    # The last token generated is never fed back: it needs no room.
-    tokens = requests.prompt_lens[row] + requests.sampling.max_tokens[row] - 1
-    need = jnp.where(wanted, paged.pages_for(tokens, cache.page_size), 0)
-    _, available = paged.free_page_ids(cache.page_refs)
-    fits = (jnp.cumsum(need, dtype=jnp.int32) <= available) & (need <= cache.page_table.shape[1])
-    admitted = wanted & (jnp.cumsum(wanted & ~fits, dtype=jnp.int32) == 0)
-    cache, _ = paged.allocate(cache, jnp.where(admitted, need, 0))
-    stuck = jnp.any(wanted) & ~jnp.any(admitted) & jnp.all(free)
-    return dataclasses.replace(
-        state,
-        cache=dataclasses.replace(cache, overflow=cache.overflow | stuck),
-        request=jnp.where(admitted, candidate, state.request),
-        num_generated=jnp.where(admitted, 0, state.num_generated),
-        next_request=state.next_request + jnp.sum(admitted, dtype=jnp.int32),
-    )
-
-
-def finish_rows(
-    state: State, requests: Requests, rows: Bool[Array, " R"], reason: Int[Array, ""]
-) -> State:
-    """End the running requests marked in `rows` from outside, free their pages, admit others.
-
-    For what only the host can see, such as a stop string.  Rows that are not running are left.
-    """
-    num_requests = requests.prompts.shape[0]
-    occupied = state.request < num_requests
-    ended = occupied & rows[jnp.minimum(state.request, num_requests - 1)]
-    target = jnp.where(ended, state.request, num_requests)
-    finish = state.output.finish.at[target].set(reason.astype(jnp.int8), mode="drop")
-    state = dataclasses.replace(
-        state,
-        cache=paged.release(state.cache, ended),
-        request=jnp.where(ended, num_requests, state.request),
-        num_generated=jnp.where(ended, 0, state.num_generated),
-        output=dataclasses.replace(state.output, finish=finish),
-    )
-    return _admit(state, requests)
+    return retire(state, requests, finished)

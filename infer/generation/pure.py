@@ -14,8 +14,9 @@ from infer.config import ModelConfig
 from infer.errors import RequestError
 from infer.generation import prepare, rows
 from infer.generation.prepare import Caps, RunOptions
-from infer.generation.program import Finish, Requests, run
+from infer.generation.program import run
 from infer.generation.result import Generation
+from infer.generation.state import Finish, Requests
 from infer.models.params import Params
 from infer.sampling import GREEDY_BELOW, SamplingState
 
@@ -69,6 +70,10 @@ def generate_pure(
         prompts=prompts.astype(jnp.int32)[given.prompt],
         prompt_lens=lens[given.prompt],
         choice=jnp.asarray(given.choice),
+        # Prompts are traced and cannot be compared; samples of one prompt share all of it.
+        parent=jnp.asarray(given.parent),
+        shared=jnp.where(given.choice > 0, lens[given.prompt], 0),
+        last_child=jnp.asarray(given.last_child),
         wants_prompt_logprobs=jnp.asarray(given.scored),
         sampling=state,
         count=jnp.asarray(caps.requests, jnp.int32),
@@ -93,9 +98,9 @@ def generate_pure(
         top_logprobs=out.top_logprobs,
         finish_reason=jnp.where(valid, ended, jnp.int8(Finish.ABORT)),
         stop_reason=out.stop_reason,
-        prompt_logprobs=out.prompt_logprobs,
-        prompt_top_tokens=out.prompt_top_tokens,
-        prompt_top_logprobs=out.prompt_top_logprobs,
+        prompt_logprobs=out.prompt_logprobs[given.first],
+        prompt_top_tokens=out.prompt_top_tokens[given.first],
+        prompt_top_logprobs=out.prompt_top_logprobs[given.first],
         state=final,
     )
 
@@ -105,8 +110,26 @@ class _Rows:
     """Which prompt and sample each row is, and whether its prompt is scored; static."""
 
     prompt: np.ndarray  # int32 [R]
-    choice: np.ndarray  # int32 [R]
+    choice: np.ndarray  # int32 [R], 0, 1, ... within a prompt
     scored: np.ndarray  # bool [R]
+
+    @property
+    def first(self) -> np.ndarray:
+        """The first sample of each row's prompt, int32 [R]."""
+        return np.arange(len(self.choice), dtype=np.int32) - self.choice
+
+    @property
+    def parent(self) -> np.ndarray:
+        """The row whose pages each row begins on, int32 [R]; R = none."""
+        return np.where(self.choice > 0, self.first, np.int32(len(self.choice)))
+
+    @property
+    def last_child(self) -> np.ndarray:
+        """The last sample of each first row's prompt, int32 [R]; -1 where there is none."""
+        last = np.full(len(self.choice), -1, np.int32)
+        for row in np.flatnonzero(self.choice):
+            last[self.first[row]] = row
+        return last
 
 
 def _sampling(
@@ -167,7 +190,7 @@ def _sampling(
     given = _Rows(
         np.asarray([r.prompt for r in todo], np.int32),
         np.asarray([r.choice for r in todo], np.int32),
-        np.asarray([r.sampling.prompt_logprobs is not None for r in todo]),
+        np.asarray([r.scored for r in todo]),
     )
     return given, rows.sampling_state(todo, key, caps, config.vocab_size), caps
 

@@ -84,6 +84,7 @@ def host_result(
             if asked is None:
                 found.append(None)
                 continue
+            i -= row.choice  # samples of one prompt have it scored once
             part = np.array(leaf[i, : len(row.ids), :asked] if columns else leaf[i, : len(row.ids)])
             part[0] = first
             found.append(part)

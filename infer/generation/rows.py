@@ -11,8 +11,9 @@ import numpy as np
 from infer.cache.paged import pages_for
 from infer.config import ModelConfig
 from infer.errors import CapacityError, RequestError
+from infer.generation.prefixes import Prefixes, block_tokens, find_prefixes
 from infer.generation.prepare import LOGPROB_COUNTS, Caps, TextCodec, bucket
-from infer.generation.program import Requests
+from infer.generation.state import Requests
 from infer.sampling import SamplingParams, SamplingState, request_keys, seed_words
 
 # Entries of logit_bias: none, a few, or OpenAI's 300.
@@ -30,6 +31,11 @@ class Row:
     max_tokens: int
     stop_ids: list[int]
     bad_words: list[tuple[int, ...]]
+
+    @property
+    def scored(self) -> bool:
+        """Whether this row computes its prompt's log-probabilities: the first of its prompt."""
+        return self.choice == 0 and self.sampling.prompt_logprobs is not None
 
 
 def expand_rows(
@@ -221,7 +227,20 @@ def sampling_state(rows: list[Row], key: jax.Array, caps: Caps, vocab_size: int)
     )
 
 
-def request_arrays(rows: list[Row], sampling: SamplingState, caps: Caps) -> Requests:
+def prefixes_of(rows: list[Row], config: ModelConfig, caps: Caps) -> Prefixes:
+    """Return which rows begin with another's prompt."""
+    return find_prefixes(
+        [row.ids for row in rows],
+        [len(row.ids) + row.max_tokens if config.ropes_by_length else 0 for row in rows],
+        [row.scored for row in rows],
+        caps.requests,
+        block_tokens(caps.lanes, caps.page_size),
+    )
+
+
+def request_arrays(
+    rows: list[Row], sampling: SamplingState, prefixes: Prefixes, caps: Caps
+) -> Requests:
     """Return the padded device arrays of all requests."""
     prompts = np.zeros((caps.requests, caps.prompt), np.int32)
     lens, choice = (np.zeros(caps.requests, np.int32) for _ in range(2))
@@ -229,11 +248,14 @@ def request_arrays(rows: list[Row], sampling: SamplingState, caps: Caps) -> Requ
     for i, row in enumerate(rows):
         prompts[i, : len(row.ids)] = row.ids
         lens[i], choice[i] = len(row.ids), row.choice
-        scored[i] = row.sampling.prompt_logprobs is not None
+        scored[i] = row.scored
     return Requests(
         prompts=jnp.asarray(prompts),
         prompt_lens=jnp.asarray(lens),
         choice=jnp.asarray(choice),
+        parent=jnp.asarray(prefixes.parent),
+        shared=jnp.asarray(prefixes.shared),
+        last_child=jnp.asarray(prefixes.last_child),
         wants_prompt_logprobs=jnp.asarray(scored),
         sampling=sampling,
         count=jnp.asarray(len(rows), jnp.int32),

@@ -20,7 +20,7 @@ MLA = AttentionShape(latent_dim=512, rope_dim=64)
 def test_cache_bytes_match_formula(config, dtype, page_size) -> None:
     """MHA, GQA and sliding layers: as the allocator reserves them, whole pages in every layer."""
     cache = paged.create(
-        config, num_slots=2, num_pages=7, page_size=page_size, pages_per_row=3, dtype=dtype
+        config, num_rows=2, num_pages=7, page_size=page_size, pages_per_row=3, dtype=dtype
     )
     allocated = sum(pool.nbytes for pool in (*cache.k_pages, *cache.v_pages))
     itemsize = jnp.dtype(dtype).itemsize
