@@ -105,8 +105,10 @@ def held_pages(cache: PagedCache) -> Int[Array, " B"]:
     return jnp.sum(cache.page_table < cache.num_pages, axis=1, dtype=jnp.int32)
 
 
-def allocate(cache: PagedCache, need: Int[Array, " B"]) -> tuple[PagedCache, Bool[Array, " B"]]:
-    """Append `need[b]` fresh pages to each row b.
+def allocate(
+    cache: PagedCache, need: Int[Array, " B"], skip: Int[Array, " B"] | None = None
+) -> tuple[PagedCache, Bool[Array, " B"]]:
+    """Append `need[b]` fresh pages to each row b, after `skip[b]` columns left for `fork` to fill.
 
     Rows are served in order.  A row that finds too few free pages, or would outgrow its table, gets
     none, and so does every row after it that asks for any; `overflow` is then set.  Nothing is ever
@@ -116,14 +118,14 @@ def allocate(cache: PagedCache, need: Int[Array, " B"]) -> tuple[PagedCache, Boo
         The new cache, and for each row whether it has what it asked for.
     """
     num_pages, pages_per_row = cache.num_pages, cache.page_table.shape[1]
-    held = held_pages(cache)
+    start = held_pages(cache) if skip is None else held_pages(cache) + skip
     ids, available = free_page_ids(cache.page_refs)
     taken = jnp.cumsum(need, dtype=jnp.int32)
-    fits = (taken <= available) & (held + need <= pages_per_row)
+    fits = (taken <= available) & (start + need <= pages_per_row)
     granted = (need == 0) | (jnp.cumsum(~fits & (need > 0), dtype=jnp.int32) == 0)
     column = jnp.arange(pages_per_row, dtype=jnp.int32)[None, :]
-    first = (taken - need - held)[:, None]
-    is_new = granted[:, None] & (column >= held[:, None]) & (column < (held + need)[:, None])
+    first = (taken - need - start)[:, None]
+    is_new = granted[:, None] & (column >= start[:, None]) & (column < (start + need)[:, None])
     fresh = ids.at[first + column].get(mode="clip")
     table = jnp.where(is_new, fresh, cache.page_table)
     refs = cache.page_refs.at[jnp.where(is_new, fresh, num_pages)].add(1, mode="drop")
@@ -147,7 +149,7 @@ def release(cache: PagedCache, rows: Bool[Array, " B"]) -> PagedCache:
 def fork(cache: PagedCache, source: Int[Array, " B"], num_shared: Int[Array, " B"]) -> PagedCache:
     """Let row b begin with the first `num_shared[b]` pages of row `source[b]`, by reference.
 
-    Rows with `num_shared` 0 are left alone; the others must hold no pages.  A page has one owner
+    Rows with `num_shared` 0 are left alone; the others must hold no pages in those columns.  A page has one owner
     unless nobody writes to it: a row that will write shares full pages only.  Lengths stay as they
     are.
     """

@@ -52,6 +52,7 @@ def generate(
     num_pages: int | None = None,
     prefill_chunk: int = 256,
     logprobs_mode: str = "raw",
+    share_prefixes: bool = True,
     implementation: str | None = None,
 ) -> Any:
     """Generate from every prompt: prefill, decode, sampling and refill of slots in one compiled
@@ -77,6 +78,8 @@ def generate(
         prefill_chunk: most prompt tokens in one prefill pass.
         logprobs_mode: "raw" reports log-probabilities of the model itself, "processed" those of the
             distribution that is sampled.
+        share_prefixes: prompts that begin alike share pages and prefill.  Inside a trace only the
+            samples of one prompt do, always.
         implementation: None chooses; "xla" is what there is.
 
     Returns:
@@ -96,6 +99,7 @@ def generate(
         num_pages=num_pages,
         prefill_chunk=prefill_chunk,
         logprobs_mode=logprobs_mode,
+        share_prefixes=share_prefixes,
     )
     if _is_traced(params, prompts, prompt_lens, sampling, key):
         if tokenizer is not None:

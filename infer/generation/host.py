@@ -1,6 +1,7 @@
 """The host form of `generate`: one job with its arrays, its compiled program and its clock."""
 
 import functools
+import math
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,10 @@ from infer.backend import check_memory
 from infer.cache import paged
 from infer.cache.layout import pool_bytes
 from infer.compiling import num_traces, record_trace
+from infer.config import ModelConfig
 from infer.errors import RequestError
 from infer.generation import prepare, rows
+from infer.generation.prefixes import Prefixes, find_prefixes
 from infer.generation.prepare import Caps, RunOptions, TextCodec
 from infer.generation.program import run
 from infer.generation.result import GenerationResult, host_result
@@ -55,12 +58,13 @@ def traced_run(
     )
 
 
-_run = jax.jit(traced_run, static_argnames="caps", donate_argnames="state")
+run_program = jax.jit(traced_run, static_argnames="caps", donate_argnames="state")
 _finish = jax.jit(finish_rows, donate_argnames="state")
 
 
 @functools.partial(jax.jit, static_argnames=("caps", "pad_id"))
-def _start(params: Params, requests: Requests, *, caps: Caps, pad_id: int) -> State:
+def start(params: Params, requests: Requests, *, caps: Caps, pad_id: int) -> State:
+    """Return the state before the first turn."""
     return prepare.fresh_state(params, requests, caps, pad_id)
 
 
@@ -79,7 +83,7 @@ class Job:
         self.params, self.rows = params, rows
         self.requests, self.caps, self.seed = requests, caps, seed
         pad_id = tokenizer.pad_id if tokenizer else None
-        self.state = _start(params, requests, caps=caps, pad_id=0 if pad_id is None else pad_id)
+        self.state = start(params, requests, caps=caps, pad_id=0 if pad_id is None else pad_id)
         self.text = None if tokenizer is None else [RowText(tokenizer, r.sampling) for r in rows]
         self.compile_s = self.ttft_s = self.decode_s = 0.0
         self.compiles = 0
@@ -137,14 +141,16 @@ class Job:
             **rows.caps_of(todo, config.vocab_size),
         )
         state = rows.sampling_state(todo, key, caps, config.vocab_size)
-        prefixes = rows.prefixes_of(todo, config, caps)
+        prefixes = Prefixes.none(caps.requests)
+        if options.share_prefixes:
+            prefixes = prefixes_of(todo, config, caps)
         requests = rows.request_arrays(todo, state, prefixes, caps)
         return cls(params, todo, requests, caps, tokenizer, seed)
 
     def _run(self, max_turns: int | np.int32, until_first: bool) -> float:
         """Advance the state and return the seconds it took."""
         start = time.perf_counter()
-        self.state = _run(
+        self.state = run_program(
             self.params,
             self.requests,
             self.state,
@@ -240,6 +246,19 @@ class Job:
             "num_output_tokens": lengths.tolist(),
         } | {name: int(value) for name, value in vars(self.state.counters).items()}
         return stats | ({"seed": self.seed} if self.seed is not None else {})
+
+
+def prefixes_of(todo: list[Row], config: ModelConfig, caps: Caps) -> Prefixes:
+    """Return which rows begin with another's prompt."""
+    return find_prefixes(
+        [row.ids for row in todo],
+        [len(row.ids) + row.max_tokens if config.ropes_by_length else 0 for row in todo],
+        [row.scored for row in todo],
+        caps.requests,
+        # Whole pages, because a page has one writer, and whole tiles, so that what is not shared
+        # is cut as it would be alone.
+        math.lcm(caps.lanes.tile, caps.page_size),
+    )
 
 
 def _rate(count: int, seconds: float) -> float | None:

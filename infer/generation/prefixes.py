@@ -1,16 +1,13 @@
 """Which requests of one call begin alike, found on the host before anything runs."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from infer.generation.state import Lanes
-
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The first three are int32 [R], as in `Requests`."""
+    """As in `Requests`, int32 [R] each."""
 
     parent: np.ndarray
     shared: np.ndarray
@@ -21,15 +18,6 @@ class Prefixes:
         """Return that nobody shares anything."""
         full = lambda value: np.full(num_requests, value, np.int32)
         return cls(full(num_requests), full(0), full(-1))
-
-
-def block_tokens(lanes: Lanes, page_size: int) -> int:
-    """Return the tokens that prompts which differ later share at a time.
-
-    Whole pages, because a page has one writer, and whole tiles, so that what is not shared is cut
-    as it would be alone.
-    """
-    return math.lcm(lanes.tile, page_size)
 
 
 def find_prefixes(
@@ -43,7 +31,7 @@ def find_prefixes(
 
     Args:
         prompts: ids.
-        spans: rows share only within equal spans; see `planned_length`.
+        spans: of two rows that share, these are equal: what their keys depend on beside the ids.
         scored: rows whose every prompt token must go through the layers: they share nothing of
             others.
         num_requests: R, with the padding rows.

@@ -53,6 +53,7 @@ class RunOptions:
     num_pages: int | None = None
     prefill_chunk: int = 256
     logprobs_mode: str = "raw"
+    share_prefixes: bool = True
 
     def __post_init__(self) -> None:
         if self.logprobs_mode not in ("raw", "processed"):

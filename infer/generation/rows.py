@@ -11,7 +11,7 @@ import numpy as np
 from infer.cache.paged import pages_for
 from infer.config import ModelConfig
 from infer.errors import CapacityError, RequestError
-from infer.generation.prefixes import Prefixes, block_tokens, find_prefixes
+from infer.generation.prefixes import Prefixes
 from infer.generation.prepare import LOGPROB_COUNTS, Caps, TextCodec, bucket
 from infer.generation.state import Requests
 from infer.sampling import SamplingParams, SamplingState, request_keys, seed_words
@@ -224,17 +224,6 @@ def sampling_state(rows: list[Row], key: jax.Array, caps: Caps, vocab_size: int)
         allowed=jnp.asarray(allowed),
         bad_words=jnp.asarray(words),
         key=request_keys(key, seeds, seeded, column([r.prompt for r in rows], 0, np.int32)),
-    )
-
-
-def prefixes_of(rows: list[Row], config: ModelConfig, caps: Caps) -> Prefixes:
-    """Return which rows begin with another's prompt."""
-    return find_prefixes(
-        [row.ids for row in rows],
-        [len(row.ids) + row.max_tokens if config.ropes_by_length else 0 for row in rows],
-        [row.scored for row in rows],
-        caps.requests,
-        block_tokens(caps.lanes, caps.page_size),
     )
 
 

@@ -32,9 +32,12 @@ def admit(state: State, requests: Requests) -> State:
     If no slot is busy, no holder is left and not even the first request fits, the pool can never
     serve it: `overflow` ends the loop.
     """
-    free = jnp.any(state.request == requests.prompts.shape[0])
+    num_requests = requests.prompts.shape[0]
+    free = jnp.any(state.request == num_requests)
     waiting = free & (state.next_request < requests.count)
-    return at_most_once(waiting, lambda s: _admit(s, requests), state)
+    # Holders too are freed here.
+    holding = jnp.any(state.held < num_requests)
+    return at_most_once(waiting | holding, lambda s: _admit(s, requests), state)
 
 
 def _admit(state: State, requests: Requests) -> State:
@@ -50,8 +53,8 @@ def _admit(state: State, requests: Requests) -> State:
     match = (whose[None, :] == parent[:, None]) & (wanted & (parent < num_requests))[:, None]
     found, source = jnp.any(match, axis=1), jnp.argmax(match, axis=1).astype(jnp.int32)
     shared = jnp.where(found, requests.shared[row] // cache.page_size, 0)
-    # A child of a child that is admitted in this very moment waits a turn: its parent's row is not
-    # written yet.
+    # A child of a child that is admitted in this very moment waits a turn: what its parent shares is
+    # not in the table yet.
     chained = found & found.at[source].get(mode="fill", fill_value=False)
 
     # The last token generated is never fed back: it needs no room.
@@ -63,9 +66,9 @@ def _admit(state: State, requests: Requests) -> State:
     refused = jnp.cumsum(wanted & (chained | ~fits), dtype=jnp.int32)
     admitted = wanted & (refused == 0)
     forks = admitted & found
-    cache, _ = paged.allocate(cache, _rows(jnp.where(admitted & ~found, need, 0)))
-    cache = paged.fork(cache, _rows(source), _rows(jnp.where(forks, shared, 0)))
-    cache, _ = paged.allocate(cache, _rows(jnp.where(forks, need, 0)))
+    num_shared = _rows(jnp.where(forks, shared, 0))
+    cache, _ = paged.allocate(cache, _rows(jnp.where(admitted, need, 0)), num_shared)
+    cache = paged.fork(cache, _rows(source), num_shared)
     short = jnp.any(wanted & ~chained & (refused == 1) & ~fits)
     count = lambda mask: jnp.sum(mask, dtype=jnp.int32)
     state = dataclasses.replace(
