@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from infer.compiling import compile_stats
     from infer.config import ModelConfig
     from infer.errors import CapacityError, ConfigError, RequestError, WeightFormatError
-    from infer.generation import Generation, GenerationResult, generate, stream
+    from infer.generation import (
+        BeamResult,
+        Generation,
+        GenerationResult,
+        beam_search,
+        generate,
+        stream,
+    )
     from infer.model import Model, load
     from infer.models.decoder import score
     from infer.models.params import Params
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "BeamResult": "infer.generation",
     "CapacityError": "infer.errors",
     "ConfigError": "infer.errors",
     "Generation": "infer.generation",
@@ -42,6 +50,7 @@ _HOME = {
     "Tokenizer": "infer.tokenizer",
     "WeightFormatError": "infer.errors",
     "backends": "infer.backend",
+    "beam_search": "infer.generation",
     "compile_stats": "infer.compiling",
     "generate": "infer.generation",
     "load": "infer.model",

@@ -149,9 +149,9 @@ def release(cache: PagedCache, rows: Bool[Array, " B"]) -> PagedCache:
 def fork(cache: PagedCache, source: Int[Array, " B"], num_shared: Int[Array, " B"]) -> PagedCache:
     """Let row b begin with the first `num_shared[b]` pages of row `source[b]`, by reference.
 
-    Rows with `num_shared` 0 are left alone; the others must hold no pages in those columns.  A page has one owner
-    unless nobody writes to it: a row that will write shares full pages only.  Lengths stay as they
-    are.
+    Rows with `num_shared` 0 are left alone; the others must hold no pages in those columns.  A page
+    has one owner unless nobody writes to it: a row that will write shares full pages only.  Lengths
+    stay as they are.
     """
     num_pages, pages_per_row = cache.num_pages, cache.page_table.shape[1]
     column = jnp.arange(pages_per_row, dtype=jnp.int32)[None, :]
@@ -175,6 +175,61 @@ def copy_pages(cache: PagedCache, source: Int[Array, " N"], target: Int[Array, "
         k_pages=tuple(map(copied, cache.k_pages)),
         v_pages=tuple(map(copied, cache.v_pages)),
     )
+
+
+def reorder(cache: PagedCache, source: Int[Array, " B"]) -> PagedCache:
+    """Let each row b go on as row `source[b]` was, sharing all its pages by reference.
+
+    Pages that no row has any more are free.  Before a row writes, `own_next_page`.
+    """
+    table = cache.page_table[source]
+    refs = cache.page_refs.at[cache.page_table].add(-1, mode="drop")
+    return dataclasses.replace(
+        cache,
+        page_table=table,
+        page_refs=refs.at[table].add(1, mode="drop"),
+        lengths=cache.lengths[source],
+    )
+
+
+def own_next_page(cache: PagedCache, rows: Bool[Array, " B"]) -> tuple[PagedCache, Int[Array, ""]]:
+    """Give each marked row a page of its own for its next token: copy on write.
+
+    At a border of pages that is a fresh one.  Of the rows that share a page, the first keeps it if
+    no unmarked row has it, and each other gets a copy.  `overflow` is set where the pool is too
+    small, and nothing is copied.
+
+    Returns:
+        The new cache, and the number of pages copied.
+    """
+    num_rows, pages_per_row = cache.page_table.shape
+    index = jnp.arange(num_rows, dtype=jnp.int32)
+    column = jnp.minimum(cache.lengths // cache.page_size, pages_per_row - 1)
+    page = jnp.where(rows, cache.page_table[index, column], cache.num_pages)
+    has_page = page < cache.num_pages
+    same = (page[:, None] == page[None, :]) & has_page[:, None]
+    rank = jnp.sum(same & (index[None, :] < index[:, None]), axis=1, dtype=jnp.int32)
+    refs = cache.page_refs.at[page].get(mode="fill", fill_value=0)
+    # All but the last of its owners: who copies lets go of the original.
+    copied = has_page & (rank < refs - 1)
+    wanted = copied | (rows & ~has_page)
+    ids, available = free_page_ids(cache.page_refs)
+    nth = jnp.cumsum(wanted, dtype=jnp.int32) - 1
+    fits = nth[-1] < available
+    copied, wanted = copied & fits, wanted & fits
+    fresh = jnp.where(wanted, ids.at[nth].get(mode="clip"), cache.num_pages)
+    cache = copy_pages(cache, page, jnp.where(copied, fresh, cache.num_pages))
+    refs = cache.page_refs.at[jnp.where(copied, page, cache.num_pages)].add(-1, mode="drop")
+    table = cache.page_table.at[index, jnp.where(wanted, column, pages_per_row)].set(
+        fresh, mode="drop"
+    )
+    cache = dataclasses.replace(
+        cache,
+        page_table=table,
+        page_refs=refs.at[fresh].add(1, mode="drop"),
+        overflow=cache.overflow | ~fits,
+    )
+    return cache, jnp.sum(copied, dtype=jnp.int32)
 
 
 def page_of(

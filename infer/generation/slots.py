@@ -53,8 +53,8 @@ def _admit(state: State, requests: Requests) -> State:
     match = (whose[None, :] == parent[:, None]) & (wanted & (parent < num_requests))[:, None]
     found, source = jnp.any(match, axis=1), jnp.argmax(match, axis=1).astype(jnp.int32)
     shared = jnp.where(found, requests.shared[row] // cache.page_size, 0)
-    # A child of a child that is admitted in this very moment waits a turn: what its parent shares is
-    # not in the table yet.
+    # A child of a child that is admitted in this very moment waits a turn: what its parent shares
+    # is not in the table yet.
     chained = found & found.at[source].get(mode="fill", fill_value=False)
 
     # The last token generated is never fed back: it needs no room.

@@ -1,5 +1,5 @@
-"""A request's tokens and log-probabilities are its own: whatever its neighbours, its slot, its place
-in the queue, and who shares its prompt.
+"""A request's tokens and log-probabilities are its own: whatever its neighbours, its slot, its
+place in the queue, and who shares its prompt.
 """
 
 import functools

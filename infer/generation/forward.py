@@ -1,0 +1,68 @@
+"""The forward pass against pages: what a prefill pass and a decode pass have in common."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from infer.cache import paged
+from infer.cache.paged import PagedCache
+from infer.config import LayerConfig
+from infer.models import decoder
+from infer.models.params import Params
+from infer.ops.attention import paged_attention
+
+
+def through_layers(
+    params: Params,
+    cache: PagedCache,
+    tokens: Int[Array, " N"],
+    positions: Int[Array, "B T"],
+    slots: Int[Array, " N"],
+    page_table: Int[Array, "B M"],
+    spans: Int[Array, " N"],
+) -> tuple[Float[Array, "N D"], PagedCache]:
+    """Write keys and values of all tokens into pages, attend, and return the residual stream and
+    the cache.
+
+    `positions` -1 and `slots` past the end mark padding, which writes nothing.
+    """
+    config = params.config
+    flat = positions.reshape(-1)
+    pages = paged.page_of(cache.page_table, slots, flat, cache.num_pages, cache.page_size)
+
+    def attend(
+        layer: LayerConfig,
+        q: Array,
+        k: Array,
+        v: Array,
+        sinks: Array | None,
+        pools: tuple[Array, Array],
+    ):
+        # Written first, read after: reading the old pool once the new one exists would copy it.
+        k_pages = paged.write_tokens(pools[0], k, pages, flat)
+        v_pages = paged.write_tokens(pools[1], v, pages, flat)
+        o = paged_attention(
+            q.reshape(*positions.shape, *q.shape[1:]),
+            k_pages,
+            v_pages,
+            page_table,
+            positions,
+            scale=config.softmax_scale,
+            window=layer.window,
+            softcap=config.attn_softcap,
+            sinks=sinks,
+        )
+        return o.reshape(q.shape), (k_pages, v_pages)
+
+    x, pools = decoder.hidden_states(
+        params,
+        tokens,
+        jnp.maximum(flat, 0),
+        attend,
+        tuple(zip(cache.k_pages, cache.v_pages, strict=True)),
+        spans,
+    )
+    k_pages, v_pages = zip(*pools, strict=True)
+    return x, dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)
