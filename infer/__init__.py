@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from infer.config import ModelConfig
     from infer.errors import CapacityError, ConfigError, RequestError, WeightFormatError
     from infer.generation import Generation, GenerationResult, generate, stream
+    from infer.llm import LLM
     from infer.model import Model, load
     from infer.models.decoder import score
     from infer.models.params import Params
+    from infer.outputs import CompletionOutput, Logprob, RequestOutput
     from infer.quant import QArray
     from infer.sampling import SamplingParams, SamplingState
     from infer.tokenizer import Tokenizer
@@ -28,15 +30,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "LLM": "infer.llm",
     "CapacityError": "infer.errors",
+    "CompletionOutput": "infer.outputs",
     "ConfigError": "infer.errors",
     "Generation": "infer.generation",
     "GenerationResult": "infer.generation",
+    "Logprob": "infer.outputs",
     "Model": "infer.model",
     "ModelConfig": "infer.config",
     "Params": "infer.models.params",
     "QArray": "infer.quant",
     "RequestError": "infer.errors",
+    "RequestOutput": "infer.outputs",
     "SamplingParams": "infer.sampling",
     "SamplingState": "infer.sampling",
     "Tokenizer": "infer.tokenizer",
