@@ -10,7 +10,7 @@ computes in the dtype they have, and never converts them.
 """
 
 import contextlib
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from infer.hardware import available_memory_bytes
 _PLATFORMS = {"cpu": ("cpu",), "gpu": ("cuda", "rocm", "gpu")}
 
 T = TypeVar("T")
-DeviceLike = jax.Device | str | None
+Device: TypeAlias = Any  # jax.Device, which static checkers take for a variable
+DeviceLike: TypeAlias = Device | str | None
 
 
 def backends() -> dict[str, list[str]]:
@@ -54,7 +55,7 @@ def use_backend(name: str) -> None:
     jax.config.update("jax_default_device", devices[0])
 
 
-def find_device(device: DeviceLike) -> jax.Device | None:
+def find_device(device: DeviceLike) -> Device | None:
     """Return the device that `device` names: itself, the first of "cpu" or "gpu", or "cpu:1".
 
     Raises:
@@ -79,12 +80,12 @@ def find_device(device: DeviceLike) -> jax.Device | None:
     return found[index]
 
 
-def on_device(device: jax.Device | None) -> contextlib.AbstractContextManager[Any]:
+def on_device(device: Device | None) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which new arrays go to `device`; None changes nothing."""
     return contextlib.nullcontext() if device is None else jax.default_device(device)
 
 
-def place(tree: T, device: jax.Device | None) -> tuple[T, int]:
+def place(tree: T, device: Device | None) -> tuple[T, int]:
     """Return `tree` on `device`, and how many bytes had to be copied there; None leaves it.
 
     Raises:
@@ -102,13 +103,13 @@ def place(tree: T, device: jax.Device | None) -> tuple[T, int]:
     return jax.device_put(tree, device), moved
 
 
-def device_of(tree: Any) -> jax.Device | None:
+def device_of(tree: Any) -> Device | None:
     """Return the one device that holds all arrays of `tree`; None if there are several or none."""
     found = {d for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) for d in x.devices()}
     return found.pop() if len(found) == 1 else None
 
 
-def default_device() -> jax.Device:
+def default_device() -> Device:
     """Return the device that new arrays go to: of the call, of `use_backend`, or JAX's own."""
     return next(iter(jnp.zeros(()).devices()))
 

@@ -82,6 +82,7 @@ def test_results_of_a_device_are_the_same_and_stay_there() -> None:
         ("tpu", "give 'cpu', 'gpu', one of several"),
         ("cpu:", "give 'cpu'"),
         ("cpu:-1", "give 'cpu'"),
+        (3, "give 'cpu'"),
         ("cpu:99", "is not here, only cpu:0 to cpu:"),
     ],
 )

@@ -2,7 +2,7 @@
 clear errors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -56,7 +56,7 @@ class Room:
     requests: int = 1
     prompt: int = 1
     new_tokens: int = 1
-    features: Mapping[str, Any] = field(default_factory=dict)
+    features: dict[str, Any] = field(default_factory=dict)
 
 
 # Past these, arrays of a run would not fit anywhere, or int32 would not count them.
