@@ -13,7 +13,6 @@ import contextlib
 from typing import Any, TypeAlias, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 
 from infer.errors import CapacityError, ConfigError
@@ -111,7 +110,11 @@ def device_of(tree: Any) -> Device | None:
 
 def default_device() -> Device:
     """Return the device that new arrays go to: of the call, of `use_backend`, or JAX's own."""
-    return next(iter(jnp.zeros(()).devices()))
+    # Not the place of a new array: inside a trace that has none.
+    chosen: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return jax.local_devices()[0] if chosen is None else chosen
 
 
 def default_platform() -> str:

@@ -89,7 +89,7 @@ class BodyRequest:
     top_logprobs: int | None = None
 
 
-def read_body(url: str, body: Any) -> BodyRequest:
+def read_body(url: Any, body: Any) -> BodyRequest:
     """Return what a request's body asks for; values of sampling parameters are checked later, by
     SamplingParams.
 
