@@ -73,6 +73,7 @@ def by_temperature(
 
 def check_gap(params: infer.Params, prompts: Array, key: Array, max_tokens: int) -> float:
     """Compare generate with score, with jit and without; raise AssertionError if they differ."""
+    chex.clear_trace_counter()  # chex counts by a function's source: start anew
 
     @jax.jit
     @chex.assert_max_traces(n=1)  # a second trace would mean that the program depends on values
@@ -93,7 +94,13 @@ def check_gap(params: infer.Params, prompts: Array, key: Array, max_tokens: int)
 
 def check_temperatures(params: infer.Params, prompts: Array, key: Array) -> tuple[Array, Array]:
     """Return entropy and log-probability by temperature; hotter is more uncertain, or it raises."""
-    run = jax.jit(chex.assert_max_traces(by_temperature, n=1))
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def run(params: infer.Params, prompts: Array, temperatures: Array, key: Array):
+        return by_temperature(params, prompts, temperatures, key)
+
     entropies, logprobs = run(params, prompts, jnp.asarray(TEMPERATURES), key)
     chex.assert_tree_all_finite((entropies, logprobs))
     chex.assert_trees_all_close(
