@@ -24,9 +24,11 @@ if TYPE_CHECKING:
         generate,
         stream,
     )
+    from infer.llm import LLM
     from infer.model import Model, load
     from infer.models.decoder import score
     from infer.models.params import Params
+    from infer.outputs import CompletionOutput, Logprob, RequestOutput
     from infer.quant import QArray
     from infer.sampling import SamplingParams, SamplingState
     from infer.tokenizer import Tokenizer
@@ -36,15 +38,19 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BeamResult": "infer.generation",
+    "LLM": "infer.llm",
     "CapacityError": "infer.errors",
+    "CompletionOutput": "infer.outputs",
     "ConfigError": "infer.errors",
     "Generation": "infer.generation",
     "GenerationResult": "infer.generation",
+    "Logprob": "infer.outputs",
     "Model": "infer.model",
     "ModelConfig": "infer.config",
     "Params": "infer.models.params",
     "QArray": "infer.quant",
     "RequestError": "infer.errors",
+    "RequestOutput": "infer.outputs",
     "SamplingParams": "infer.sampling",
     "SamplingState": "infer.sampling",
     "Tokenizer": "infer.tokenizer",

@@ -2,6 +2,7 @@
 file.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from infer.backend import DeviceLike, default_platform, find_device, on_device
 from infer.config import ModelConfig
 from infer.errors import ConfigError
 from infer.generation import GenerationResult, TextStream, generate, stream
@@ -85,6 +87,7 @@ def load(
     packed: bool = False,
     revision: str | None = None,
     progress: Progress | None = None,
+    device: DeviceLike = None,
 ) -> Model:
     """Load a model.
 
@@ -96,15 +99,29 @@ def load(
         packed: keep quantised matrices as in the file: least memory, decoded inside the program.
         revision: of a hub id: a branch, tag or commit.
         progress: called with (bytes done, bytes in all) while weights are read.
+        device: where the weights go and stay: a jax.Device, "cpu", "gpu", "cpu:1"; None is JAX's
+            default device.
 
     Raises:
-        ConfigError: an unknown name, dtype, or architecture.
+        ConfigError: an unknown name, dtype, architecture or device.
         ConnectionError: a hub id that is not in the cache, and no network.
         WeightFormatError: the file is broken or of a kind that is not read.
         CapacityError: the weights do not fit in memory.
     """
+    target = find_device(device)
     path = resolve(name, revision=revision)
-    default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    with on_device(target):
+        model = _load(str(name), path, dtype, packed, progress)
+    if target is None:
+        return model
+    # Already there; this also binds them to the device, so that programs run there.
+    return dataclasses.replace(model, params=jax.device_put(model.params, target))
+
+
+def _load(
+    name: str, path: Path, dtype: DTypeLike | None, packed: bool, progress: Progress | None
+) -> Model:
+    default = "float32" if default_platform() == "cpu" else "bfloat16"
     checked = _checked_dtype(default if dtype is None else dtype)
     if path.is_dir():
         if packed:
@@ -115,11 +132,11 @@ def load(
         params = load_folder(
             path, dtype=checked, num_tokens=tokenizer.vocab_size, progress=progress
         )
-        return Model(params=params, tokenizer=tokenizer, name=str(name), path=path)
+        return Model(params=params, tokenizer=tokenizer, name=name, path=path)
     params = load_gguf(path, dtype=checked, packed=packed, progress=progress)
     with GGUFFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file.metadata)
-    return Model(params=params, tokenizer=tokenizer, name=str(name), path=path)
+    return Model(params=params, tokenizer=tokenizer, name=name, path=path)
 
 
 def _checked_dtype(dtype: DTypeLike) -> Any:

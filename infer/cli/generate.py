@@ -9,10 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from infer.cli.batch import Batch
 from infer.cli.interrupt import interruptible
 from infer.cli.loading import load_model, use_compilation_cache
-from infer.cli.request import Prompt, read_prompts, sampling_fields, sampling_params
+from infer.cli.request import Prompt, read_batch, read_prompts, sampling_fields, sampling_params
 from infer.errors import ConfigError
+from infer.serve.batch_file import is_openai_batch
 
 # Of the result's figures, those that `--json` prints beside load_s; the last two only if present.
 _STATS = ("compile_s", "ttft_s", "decode_tokens_per_s", "prefill_tokens_per_s", "compiles")
@@ -55,7 +57,15 @@ def generate(
     batch_file: Annotated[
         str | None,
         typer.Option(
-            help='One prompt a line: text, or {"prompt": ..., sampling fields}; - is stdin.'
+            help='One prompt a line: text, or {"prompt": ..., sampling fields}; or requests in '
+            "OpenAI's batch format; - is stdin."
+        ),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Answers to an OpenAI batch, written as they come; run again to finish one that "
+            "was interrupted."
         ),
     ] = None,
     chat: Annotated[
@@ -71,7 +81,34 @@ def generate(
     """Generate text from prompts; the text goes to standard output, figures to standard error."""
     if logprobs and not as_json:
         raise ValueError("--logprobs needs --json")
-    todo = read_prompts(prompts or [], batch_file)
+    if prompts and batch_file is not None:
+        raise ValueError("give prompts or --batch-file, not both")
+    batch = None if batch_file is None else read_batch(batch_file)
+    sizes = {"num_slots": num_slots, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    options = {name: size for name, size in sizes.items() if size is not None}
+    if batch is not None and is_openai_batch(batch[1]):
+        if chat or logprobs:
+            raise ConfigError(
+                "--chat and --logprobs are for prompts; the requests of an OpenAI batch say this "
+                "themselves"
+            )
+        given = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "seed": seed,
+        }
+        job = Batch(*batch, out=out, model=model, defaults=given, as_json=as_json)
+        job.run(lambda: load_model(model, dtype, packed), options)
+        return
+    if out is not None:
+        raise ConfigError(
+            "--out is for a --batch-file in OpenAI's format, whose lines have a custom_id; for "
+            "prompts redirect standard output"
+        )
+    todo = read_prompts(prompts or [], batch)
     use_compilation_cache()
     base = sampling_fields(
         max_tokens=max_tokens,
@@ -84,8 +121,6 @@ def generate(
     sampling = [sampling_params(base, prompt) for prompt in todo]
     loaded, load_s = load_model(model, dtype, packed)
     given = model_prompts(loaded, [prompt.text for prompt in todo], chat)
-    sizes = {"num_slots": num_slots, "page_size": page_size, "prefill_chunk": prefill_chunk}
-    options = {name: size for name, size in sizes.items() if size is not None}
     if len(todo) == 1 and not as_json and sys.stdout.isatty():
         pieces = loaded.stream(given[0], sampling=sampling[0], **options)
         text, stats = write_stream(pieces, take=lambda: interruptible(lambda: next(pieces, None)))

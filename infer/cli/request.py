@@ -20,16 +20,21 @@ class Prompt:
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
-def read_prompts(arguments: list[str], batch_file: str | None) -> list[Prompt]:
-    """Return the prompts: of the arguments, of the batch file, or else standard input as one.
+def read_batch(batch_file: str) -> tuple[str, bytes]:
+    """Return the name of a batch file for people, and what is in it; "-" is standard input."""
+    if batch_file == "-":
+        return "standard input", sys.stdin.buffer.read()
+    return batch_file, Path(batch_file).read_bytes()
+
+
+def read_prompts(arguments: list[str], batch: tuple[str, bytes] | None) -> list[Prompt]:
+    """Return the prompts: of the arguments, of `read_batch`, or else standard input as one.
 
     Raises:
         ValueError: there is none, or one is empty or broken; the message says which.
     """
-    if arguments and batch_file is not None:
-        raise ValueError("give prompts or --batch-file, not both")
-    if batch_file is not None:
-        prompts = _read_batch(batch_file)
+    if batch is not None:
+        prompts = _batch_prompts(*batch)
     elif arguments:
         prompts = [
             Prompt(text=text, where=f"prompt {i}") for i, text in enumerate(arguments, start=1)
@@ -46,12 +51,8 @@ def read_prompts(arguments: list[str], batch_file: str | None) -> list[Prompt]:
     return prompts
 
 
-def _read_batch(batch_file: str) -> list[Prompt]:
+def _batch_prompts(name: str, data: bytes) -> list[Prompt]:
     """Read one prompt a line: a JSON object with "prompt" and sampling fields, or plain text."""
-    if batch_file == "-":
-        name, data = "standard input", sys.stdin.buffer.read()
-    else:
-        name, data = batch_file, Path(batch_file).read_bytes()
     lines = _decode(data, name).split("\n")
     prompts = [
         _batch_line(line, f"{name} line {number}")

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from infer.errors import RequestError
+from infer.backend import DeviceLike, device_of, find_device, on_device, place
+from infer.errors import ConfigError, RequestError
 from infer.generation.host import Job
 from infer.generation.prepare import RunOptions, TextCodec
 from infer.generation.pure import generate_pure
@@ -54,6 +55,7 @@ def generate(
     logprobs_mode: str = "raw",
     share_prefixes: bool = True,
     implementation: str | None = None,
+    device: DeviceLike = None,
 ) -> Any:
     """Generate from every prompt: prefill, decode, sampling and refill of slots in one compiled
     program.
@@ -81,6 +83,10 @@ def generate(
         share_prefixes: prompts that begin alike share pages and prefill.  Inside a trace only the
             samples of one prompt do, always.
         implementation: None chooses; "xla" is what there is.
+        device: where this call runs: a jax.Device, "cpu", "gpu", or one of several like "cpu:1".
+            Weights that lie elsewhere are copied there for this call, `stats["bytes_moved"]` says
+            how many bytes; before many calls move them once, with `jax.device_put`.  None runs
+            where the weights are.  Not inside a trace.
 
     Returns:
         GenerationResult on the host, Generation (a pytree of arrays) inside a trace.
@@ -88,6 +94,7 @@ def generate(
     Raises:
         RequestError: a prompt or parameter that cannot be served, with its index or name.
         CapacityError: the pool cannot hold one of the requests.
+        ConfigError: there is no such device, or a trace decides where to run.
     """
     if implementation not in (None, "xla"):
         raise RequestError(
@@ -102,6 +109,11 @@ def generate(
         share_prefixes=share_prefixes,
     )
     if _is_traced(params, prompts, prompt_lens, sampling, key):
+        if device is not None:
+            raise ConfigError(
+                f"device={str(device)!r} inside a trace; there the caller's jit places the "
+                "program: put its arguments on the device with jax.device_put"
+            )
         if tokenizer is not None:
             raise RequestError(
                 "tokenizer is host work; inside a trace pass token ids, decode the result outside"
@@ -113,9 +125,33 @@ def generate(
         raise RequestError(
             "max_tokens goes into SamplingParams; the argument is the room for a SamplingState"
         )
-    job = Job.prepare(params, prompts, prompt_lens, tokenizer, sampling, key, options)
+    job = prepare_on(device, params, prompts, prompt_lens, tokenizer, sampling, key, options)
     job.run_all()
     return job.result()
+
+
+def prepare_on(
+    device: DeviceLike,
+    params: Params,
+    prompts: Any,
+    prompt_lens: Any,
+    tokenizer: TextCodec | None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    key: Array | None,
+    options: RunOptions,
+) -> Job:
+    """Return `Job.prepare` of the rest with its weights and arrays on `device`.
+
+    Only this needs the device: what is run afterwards follows its arguments.
+    """
+    target = find_device(device)
+    params, moved = place(params, target)
+    key, _ = place(key, target)
+    with on_device(target or device_of(params)):
+        job = Job.prepare(params, prompts, prompt_lens, tokenizer, sampling, key, options)
+    if target is not None:
+        job.placement = {"device": str(target), "bytes_moved": moved}
+    return job
 
 
 def stream(
@@ -125,6 +161,7 @@ def stream(
     tokenizer: TextCodec,
     sampling: SamplingParams | None = None,
     key: Array | None = None,
+    device: DeviceLike = None,
     **options: Any,
 ) -> TextStream:
     """Yield the text of one prompt's continuation as it grows; joined, it is `generate`'s text.
@@ -137,13 +174,14 @@ def stream(
         tokenizer: encodes the prompt and decodes the continuation.
         sampling: None is greedy with max_tokens=128.
         key: as in `generate`.
+        device: as in `generate`.
         **options: `generate`'s num_slots, page_size, num_pages, prefill_chunk and
             logprobs_mode.
     """
     run_options = RunOptions(**options)
     if sampling is not None and sampling.n > 1:
         raise RequestError(f"n is {sampling.n}; a stream has one text, use generate for more")
-    job = Job.prepare(params, [prompt], None, tokenizer, sampling, key, run_options)
+    job = prepare_on(device, params, [prompt], None, tokenizer, sampling, key, run_options)
     return TextStream(job)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from infer.backend import check_memory
+from infer.backend import check_memory, default_platform
 from infer.cache import paged
 from infer.cache.layout import pool_bytes
 from infer.compiling import num_traces, record_trace
@@ -88,6 +88,8 @@ class Job:
         self.compile_s = self.ttft_s = self.decode_s = 0.0
         self.compiles = 0
         self.first_tokens = self.first_prompt_tokens = 0
+        self.backend = default_platform()
+        self.placement: dict[str, Any] = {}  # where the caller put it, for the figures
 
     @classmethod
     def prepare(
@@ -116,9 +118,10 @@ class Job:
             )
         todo = rows.expand_rows(prompt_ids, each, config, tokenizer)
         key, seed = _base_key(each, key)
-        requests_cap = prepare.bucket(len(todo), 1)
-        prompt_cap = prepare.bucket(max(map(len, prompt_ids)), 16)
-        new_cap = prepare.bucket(max(r.max_tokens for r in todo), 16)
+        room = options.room
+        requests_cap = prepare.bucket(max(room.requests, len(todo)), 1)
+        prompt_cap = prepare.bucket(max(room.prompt, *map(len, prompt_ids)), 16)
+        new_cap = prepare.bucket(max(room.new_tokens, *(r.max_tokens for r in todo)), 16)
         slots = options.slots(requests_cap)
         pages_per_row = int(paged.pages_for(prompt_cap + new_cap, options.page_size))
         pages = options.num_pages or slots * pages_per_row
@@ -138,7 +141,7 @@ class Job:
             page_size=options.page_size,
             processed_logprobs=options.logprobs_mode == "processed",
             lanes=prepare.lanes_for(options.prefill_chunk, prompt_cap, slots),
-            **rows.caps_of(todo, config.vocab_size),
+            **(rows.caps_of(todo, config.vocab_size) | room.features),
         )
         state = rows.sampling_state(todo, key, caps, config.vocab_size)
         prefixes = Prefixes.none(caps.requests)
@@ -235,7 +238,7 @@ class Job:
         # Prompt tokens of the first wave only: later ones are prefilled among the decode passes.
         first_wave = self.first_prompt_tokens
         stats = {
-            "backend": jax.default_backend(),
+            "backend": self.backend,
             "implementation": "xla",
             "compile_s": self.compile_s,
             "ttft_s": self.ttft_s,
@@ -245,6 +248,7 @@ class Job:
             "num_prompt_tokens": [len(r.ids) for r in self.rows],
             "num_output_tokens": lengths.tolist(),
         } | {name: int(value) for name, value in vars(self.state.counters).items()}
+        stats |= self.placement
         return stats | ({"seed": self.seed} if self.seed is not None else {})
 
 

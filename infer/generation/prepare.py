@@ -3,13 +3,14 @@ clear errors.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infer.backend import default_platform
 from infer.cache import paged
 from infer.config import ModelConfig
 from infer.errors import RequestError
@@ -40,6 +41,24 @@ class TextCodec(Protocol):
     ) -> Any: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Sizes that a call has room for whatever is in it, so that calls of one series share a
+    program, and with it every bit of a request's arithmetic.
+
+    Attributes:
+        requests: rows.
+        prompt: tokens of a prompt.
+        new_tokens: of a row.
+        features: the sizes of `rows.caps_of`, for the requests of the whole series.
+    """
+
+    requests: int = 1
+    prompt: int = 1
+    new_tokens: int = 1
+    features: dict[str, Any] = field(default_factory=dict)
+
+
 # Past these, arrays of a run would not fit anywhere, or int32 would not count them.
 _MOST = {"num_slots": 2**16, "page_size": 2**16, "num_pages": 2**28, "prefill_chunk": 2**20}
 
@@ -54,6 +73,7 @@ class RunOptions:
     prefill_chunk: int = 256
     logprobs_mode: str = "raw"
     share_prefixes: bool = True
+    room: Room = Room()
 
     def __post_init__(self) -> None:
         if self.logprobs_mode not in ("raw", "processed"):
@@ -69,7 +89,7 @@ class RunOptions:
 
     def slots(self, num_requests: int) -> int:
         """Return the number of slots for so many requests."""
-        most = _DEFAULT_SLOTS.get(jax.default_backend(), _DEFAULT_SLOTS["gpu"])
+        most = _DEFAULT_SLOTS.get(default_platform(), _DEFAULT_SLOTS["gpu"])
         return self.num_slots or min(num_requests, most)
 
 

@@ -76,11 +76,21 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids", "bad_words"):
             if not isinstance(getattr(self, name), Sequence):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, must be a sequence")
+        for text in () if isinstance(self.stop, str) else self.stop:
+            if not isinstance(text, str):
+                raise RequestError(f"stop has {text!r}, must be strings; ids go to stop_token_ids")
+        for word in self.bad_words:
+            if not isinstance(word, Sequence):
+                raise RequestError(f"bad_words has {word!r}, must be strings or sequences of ids")
         freeze("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         freeze("stop_token_ids", tuple(self.stop_token_ids))
         words = [w if isinstance(w, str) else tuple(w) for w in self.bad_words]
         freeze("bad_words", tuple(words))
         if self.allowed_token_ids is not None:
+            if not isinstance(self.allowed_token_ids, Sequence):
+                raise RequestError(
+                    f"allowed_token_ids is {self.allowed_token_ids!r}, must be a sequence of ids"
+                )
             freeze("allowed_token_ids", tuple(self.allowed_token_ids))
         _check_int("n", self.n, 1, None, "ask for at least one sample")
         _check_number("temperature", self.temperature, 0, math.inf, "0 is greedy")
