@@ -62,9 +62,12 @@ class Model:
         )
 
     def stream(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, **options: Any
+        self,
+        prompt: str | Sequence[int] | None = None,
+        sampling: SamplingParams | None = None,
+        **options: Any,
     ) -> TextStream:
-        """Yield the text of one prompt's continuation as it grows."""
+        """Yield the text of one prompt's continuation as it grows; see `infer.stream`."""
         return stream(self.params, prompt, tokenizer=self.tokenizer, sampling=sampling, **options)
 
     def chat(

@@ -20,6 +20,7 @@ from infer.cli.generate import (
 from infer.cli.loading import load_model, use_compilation_cache
 from infer.cli.request import Prompt, sampling_fields, sampling_params
 from infer.errors import ConfigError
+from infer.generation import StreamState
 
 _COMMANDS = "/reset forgets the conversation, /exit ends (so does Ctrl-D); Ctrl-C stops a reply"
 
@@ -63,6 +64,7 @@ class Conversation:
         self.model, self.sampling = model, sampling
         self.opening = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.opening)
+        self.state: StreamState | None = None  # of the last reply: what was said is not prefilled
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self) -> None:
@@ -76,7 +78,7 @@ class Conversation:
             if text == "/exit":
                 return
             if text == "/reset":
-                self.messages = list(self.opening)
+                self.messages, self.state = list(self.opening), None
             elif text.startswith("/") and len(text.split()) == 1:
                 print(f"unknown command {text}: {_COMMANDS}", file=sys.stderr)
             elif text:
@@ -104,7 +106,9 @@ class Conversation:
             ids = self.model.tokenizer.apply_chat_template(
                 self.messages, add_generation_prompt=True
             )
-            write_stream(_kept(self.model.stream(ids, sampling=self.sampling), said))
+            reply = self.model.stream(ids, sampling=self.sampling, state=self.state)
+            write_stream(_kept(reply, said))
+            self.state = reply.state
         except KeyboardInterrupt:
             if not self.interactive:
                 raise

@@ -3,13 +3,17 @@
 from infer.generation.beam_search import BeamResult, beam_search
 from infer.generation.facade import TextStream, generate, stream
 from infer.generation.result import Generation, GenerationResult
+from infer.generation.saved import StreamState, load_state, save_state
 
 __all__ = [
     "BeamResult",
     "Generation",
     "GenerationResult",
+    "StreamState",
     "TextStream",
     "beam_search",
     "generate",
+    "load_state",
+    "save_state",
     "stream",
 ]

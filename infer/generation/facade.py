@@ -18,6 +18,7 @@ from infer.errors import ConfigError, RequestError
 from infer.generation.host import Job
 from infer.generation.prepare import RunOptions, TextCodec
 from infer.generation.pure import generate_pure
+from infer.generation.saved import StreamState
 from infer.models.params import Params
 from infer.sampling import SamplingParams, SamplingState
 
@@ -27,10 +28,19 @@ class TextStream(Iterator[str]):
 
     def __init__(self, job: Job) -> None:
         self.stats: dict[str, Any] = {}
+        self._job = job
         self._pieces = self._decoded(job)
 
     def __next__(self) -> str:
         return next(self._pieces)
+
+    @property
+    def state(self) -> StreamState:
+        """All that is needed to go on after the pieces taken so far: a pytree of copies.
+
+        `stream(..., state=)` takes it, `save_state` writes it.
+        """
+        return self._job.saved()
 
     def _decoded(self, job: Job) -> Iterator[str]:
         for piece in job.bursts():
@@ -156,11 +166,12 @@ def prepare_on(
 
 def stream(
     params: Params,
-    prompt: str | Sequence[int],
+    prompt: str | Sequence[int] | None = None,
     *,
     tokenizer: TextCodec,
     sampling: SamplingParams | None = None,
     key: Array | None = None,
+    state: StreamState | None = None,
     device: DeviceLike = None,
     **options: Any,
 ) -> TextStream:
@@ -170,10 +181,13 @@ def stream(
 
     Args:
         params: weights.
-        prompt: a string, or a list of ids.
+        prompt: a string, or a list of ids; None goes on with `state`, with the same bits as if it
+            had not been interrupted.
         tokenizer: encodes the prompt and decodes the continuation.
         sampling: None is greedy with max_tokens=128.
         key: as in `generate`.
+        state: `TextStream.state` of an earlier stream.  What it holds of the prompt, such as the
+            conversation so far, is not computed again.
         device: as in `generate`.
         **options: `generate`'s num_slots, page_size, num_pages, prefill_chunk and
             logprobs_mode.
@@ -181,7 +195,20 @@ def stream(
     run_options = RunOptions(**options)
     if sampling is not None and sampling.n > 1:
         raise RequestError(f"n is {sampling.n}; a stream has one text, use generate for more")
+    if prompt is None:
+        if state is None:
+            raise RequestError("neither prompt nor state was given; pass one of them")
+        if sampling is not None or key is not None or options or device is not None:
+            raise RequestError(
+                "without a prompt a stream goes on as its state says; leave sampling, key, device "
+                "and options out"
+            )
+        with on_device(device_of(params)):
+            return TextStream(Job.resumed(params, state, tokenizer))
     job = prepare_on(device, params, [prompt], None, tokenizer, sampling, key, run_options)
+    if state is not None:
+        with on_device(device_of(job.params)):
+            job.begin_on(state)
     return TextStream(job)
 
 

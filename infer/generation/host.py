@@ -24,6 +24,7 @@ from infer.generation.prepare import Caps, RunOptions, TextCodec
 from infer.generation.program import run
 from infer.generation.result import GenerationResult, host_result
 from infer.generation.rows import Row
+from infer.generation.saved import StreamState, begin_on, check_fits
 from infer.generation.slots import finish_rows
 from infer.generation.state import Finish, Requests, State
 from infer.generation.text import RowText
@@ -149,6 +150,26 @@ class Job:
             prefixes = prefixes_of(todo, config, caps)
         requests = rows.request_arrays(todo, state, prefixes, caps)
         return cls(params, todo, requests, caps, tokenizer, seed)
+
+    @classmethod
+    def resumed(cls, params: Params, saved: StreamState, tokenizer: TextCodec | None) -> "Job":
+        """Return the job that a stream's state was taken from, where it was."""
+        check_fits(saved, params)
+        prompt = saved.ids()[: int(saved.requests.prompt_lens[0])]
+        todo = rows.expand_rows([prompt], [saved.params()], params.config, tokenizer)
+        job = cls(params, todo, saved.requests, saved.caps, tokenizer, None)
+        job.state = jax.tree.map(jnp.copy, saved.state)
+        if job.text is not None:
+            job._read()
+        return job
+
+    def begin_on(self, saved: StreamState) -> None:
+        """Take what `saved` holds of the prompt, so that only the rest is prefilled."""
+        self.state = begin_on(saved, self.state, self.requests, self.rows[0], self.params)
+
+    def saved(self) -> StreamState:
+        """Return a copy of a job of one request as it is now."""
+        return StreamState.of(self.requests, self.state, self.caps, self.rows[0])
 
     def _run(self, max_turns: int | np.int32, until_first: bool) -> float:
         """Advance the state and return the seconds it took."""

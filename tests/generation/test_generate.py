@@ -328,7 +328,7 @@ def test_inside_a_trace_host_work_and_missing_keys_are_refused() -> None:
     with pytest.raises(RequestError, match="needs key= or a seed"):
         jax.jit(lambda t: infer.generate(params, t, sampling=SamplingParams()))(prompts)
     with pytest.raises(RequestError, match="tokenizer is host work"):
-        jax.jit(lambda t: infer.generate(params, t, tokenizer=_Letters()))(prompts)
+        jax.jit(lambda t: infer.generate(params, t, tokenizer=Letters()))(prompts)
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_a_request_that_can_never_fit_is_refused_before_anything_runs() -> None:
 # ---- text ----------------------------------------------------------------------------------------
 
 
-class _Letters:
+class Letters:
     """A tokenizer of one character per id, enough for the facade."""
 
     eos_ids = (3,)
@@ -412,7 +412,7 @@ class _Letters:
     "sampling", [GREEDY(max_tokens=20), SamplingParams(seed=8, temperature=1.5, max_tokens=20)]
 )
 def test_streamed_text_equals_the_text_of_one_call(sampling: SamplingParams) -> None:
-    params, tokenizer = tiny.llama(), _Letters()
+    params, tokenizer = tiny.llama(), Letters()
     whole = infer.generate(params, ["HELLO THERE"], tokenizer=tokenizer, sampling=sampling)
     growing = infer.stream(params, "HELLO THERE", tokenizer=tokenizer, sampling=sampling)
     pieces = list(growing)

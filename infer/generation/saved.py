@@ -1,0 +1,214 @@
+"""The state of a stream: to go on later, elsewhere, or with the next message.
+
+A `StreamState` is a pytree.  It goes on with exactly the bits of a stream that was never
+interrupted; and the next prompt of a conversation that begins with what it holds is prefilled from
+there on.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int
+
+from infer.errors import RequestError, WeightFormatError
+from infer.generation import prepare, rows
+from infer.generation.prefixes import Prefixes
+from infer.generation.prepare import Caps
+from infer.generation.rows import Row
+from infer.generation.slots import admit
+from infer.generation.state import Lanes, Requests, State
+from infer.models.params import Params
+from infer.pytree import pytree_dataclass, static
+from infer.sampling import SamplingParams
+from infer.weights.safetensors import SafetensorsFile
+from infer.weights.safetensors_writer import write_file
+
+_FORMAT = "infer.stream/1"
+
+
+@pytree_dataclass
+class StreamState:
+    """One request and how far it has come."""
+
+    requests: Requests
+    state: State
+    caps: Caps = static()
+    sampling: str = static()  # SamplingParams as JSON
+
+    @classmethod
+    def of(cls, requests: Requests, state: State, caps: Caps, row: Row) -> "StreamState":
+        """Return a copy of a running stream: the next turn takes the original's memory."""
+        requests, state = jax.tree.map(jnp.copy, (requests, state))
+        return cls(requests, state, caps, json.dumps(dataclasses.asdict(row.sampling)))
+
+    def params(self) -> SamplingParams:
+        """Return the request's parameters."""
+        fields = json.loads(self.sampling)
+        fields["logit_bias"] = {int(i): bias for i, bias in fields["logit_bias"].items()}
+        return SamplingParams(**fields)
+
+    def ids(self) -> list[int]:
+        """Return the prompt and what has been generated."""
+        requests, output = self.requests, self.state.output
+        prompt = np.asarray(requests.prompts)[0, : int(requests.prompt_lens[0])]
+        return [*prompt.tolist(), *np.asarray(output.tokens)[0, : int(output.lengths[0])].tolist()]
+
+    def num_cached(self) -> int:
+        """Return how many of `ids` have their keys and values in the pages 0, 1, ...: a request
+        alone in its pool gets those, in order, and they keep their contents when it has ended.
+        """
+        if int(self.state.output.finish[0]) == 0:
+            return int(self.state.cache.lengths[0])
+        return len(self.ids()) - 1
+
+
+def check_fits(saved: StreamState, params: Params) -> None:
+    """Raise RequestError if `saved` comes from another model than `params`."""
+    fresh = jax.eval_shape(
+        lambda: prepare.fresh_state(params, saved.requests, saved.caps, pad_id=0)
+    )
+    for have, need in zip(saved.state.cache.k_pages, fresh.cache.k_pages, strict=False):
+        if (have.shape, have.dtype) != (need.shape, need.dtype):
+            raise RequestError(
+                f"the state has pages {have.dtype}{list(have.shape)}, this model has "
+                f"{need.dtype}{list(need.shape)}; go on with the model it comes from"
+            )
+    if len(saved.state.cache.k_pages) != len(fresh.cache.k_pages):
+        raise RequestError(
+            f"the state has {len(saved.state.cache.k_pages)} layers, this model "
+            f"{len(fresh.cache.k_pages)}; go on with the model it comes from"
+        )
+
+
+def begin_on(
+    saved: StreamState, state: State, requests: Requests, row: Row, params: Params
+) -> State:
+    """Return the state before the first turn with all that `saved` holds of the prompt in place."""
+    check_fits(saved, params)
+    if saved.caps.page_size != state.cache.page_size:
+        raise RequestError(
+            f"page_size is {state.cache.page_size}, the state's {saved.caps.page_size}; "
+            "go on with the same"
+        )
+    config, old = params.config, saved.ids()
+    # The last token of a prompt always goes through the layers: it is what the next one comes from.
+    most = min(saved.num_cached(), len(row.ids) - 1)
+    same = next((i for i in range(most) if old[i] != row.ids[i]), most)
+    span = int(saved.requests.prompt_lens[0]) + int(saved.requests.sampling.max_tokens[0])
+    turned_otherwise = config.ropes_by_length and span != len(row.ids) + row.max_tokens
+    if row.scored or turned_otherwise or same == 0:
+        return state
+    pages = saved.state.cache.k_pages, saved.state.cache.v_pages
+    return _with_pages(state, requests, pages, jnp.asarray(same, jnp.int32))
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _with_pages(
+    state: State, requests: Requests, pages: tuple[Any, Any], num_tokens: Int[Array, ""]
+) -> State:
+    """Admit the first request, and let it have the tokens that the given pages hold."""
+    state = admit(state, requests)
+    cache = state.cache
+    count = min(cache.num_pages, pages[0][0].shape[0])
+    put = lambda new, old: new.at[:count].set(old[:count])
+    cache = dataclasses.replace(
+        cache,
+        k_pages=tuple(map(put, cache.k_pages, pages[0])),
+        v_pages=tuple(map(put, cache.v_pages, pages[1])),
+        lengths=cache.lengths.at[0].set(num_tokens),
+    )
+    counters = dataclasses.replace(state.counters, shared_tokens=num_tokens)
+    return dataclasses.replace(state, cache=cache, counters=counters)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def save_state(path: str | os.PathLike[str], state: StreamState) -> None:
+    """Write the state of a stream as one safetensors file; it is there whole or not at all."""
+    named = {}
+    for place, leaf in jax.tree_util.tree_leaves_with_path((state.requests, state.state)):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        named[jax.tree_util.keystr(place)] = np.asarray(leaf)
+    caps = dataclasses.asdict(state.caps)
+    metadata = {"format": _FORMAT, "caps": json.dumps(caps), "sampling": state.sampling}
+    write_file(path, named, metadata)
+
+
+def load_state(path: str | os.PathLike[str], params: Params) -> StreamState:
+    """Read what `save_state` wrote.
+
+    Args:
+        path: of the file.
+        params: the model it goes on with.
+
+    Raises:
+        WeightFormatError: the file is broken, or no state of a stream.
+        RequestError: the state comes from another model.
+    """
+    with SafetensorsFile.open(path) as file:
+        if file.metadata.get("format") != _FORMAT:
+            raise WeightFormatError(
+                f"{path} is no saved stream: its format is "
+                f"{file.metadata.get('format', 'not given')!r}, not {_FORMAT!r}; pass a file that "
+                "infer.save_state wrote"
+            )
+        try:
+            caps = _caps(json.loads(file.metadata["caps"]))
+            SamplingParams(**json.loads(file.metadata["sampling"]) | {"logit_bias": {}})
+        except (KeyError, TypeError, ValueError) as error:
+            raise WeightFormatError(f"{path}: its description is broken ({error})") from error
+        template = jax.eval_shape(lambda: _template(params, caps))
+        places, structure = jax.tree_util.tree_flatten_with_path(template)
+        leaves = [_leaf(file, path, jax.tree_util.keystr(at), leaf) for at, leaf in places]
+        requests, state = jax.tree.unflatten(structure, leaves)
+        return StreamState(requests, state, caps, file.metadata["sampling"])
+
+
+def _caps(fields: dict[str, Any]) -> Caps:
+    lanes, words = Lanes(**fields.pop("lanes")), tuple(fields.pop("bad_words"))
+    return Caps(**fields, lanes=lanes, bad_words=words)
+
+
+def _template(params: Params, caps: Caps) -> tuple[Requests, State]:
+    """Return a request and a state of these sizes."""
+    row = Row(
+        ids=[0],
+        prompt=0,
+        choice=0,
+        sampling=SamplingParams(),
+        max_tokens=1,
+        stop_ids=[],
+        bad_words=[],
+    )
+    sampling = rows.sampling_state([row], jax.random.key(0), caps, params.config.vocab_size)
+    requests = rows.request_arrays([row], sampling, Prefixes.none(caps.requests), caps)
+    return requests, prepare.fresh_state(params, requests, caps, pad_id=0)
+
+
+def _leaf(file: SafetensorsFile, path: Any, name: str, like: Any) -> Array:
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    if is_key:
+        like = jax.eval_shape(jax.random.key_data, like)
+    info = file.tensors.get(name)
+    if info is None or tuple(info.shape) != like.shape:
+        found = "is missing" if info is None else f"is {list(info.shape)}"
+        raise RequestError(
+            f"{path}: {name} {found}, this model needs {list(like.shape)}; go on with the model it "
+            "comes from"
+        )
+    array = jnp.asarray(np.array(file.array(name)))
+    if array.dtype != like.dtype:
+        raise RequestError(
+            f"{path}: {name} is {array.dtype}, this model needs {like.dtype}; load it with that "
+            "dtype"
+        )
+    return jax.random.wrap_key_data(array, impl="threefry2x32") if is_key else array
