@@ -25,11 +25,11 @@ if TYPE_CHECKING:
         generate,
         load_state,
         save_state,
+        score,
         stream,
     )
     from infer.llm import LLM
     from infer.model import Model, load
-    from infer.models.decoder import score
     from infer.models.params import Params
     from infer.outputs import CompletionOutput, Logprob, RequestOutput
     from infer.quant import QArray
@@ -67,7 +67,7 @@ _HOME = {
     "load_state": "infer.generation",
     "pull": "infer.weights.bundled",
     "save_state": "infer.generation",
-    "score": "infer.models.decoder",
+    "score": "infer.generation",
     "stream": "infer.generation",
     "use_backend": "infer.backend",
 }

@@ -4,6 +4,7 @@ from infer.generation.beam_search import BeamResult, beam_search
 from infer.generation.facade import TextStream, generate, stream
 from infer.generation.result import Generation, GenerationResult
 from infer.generation.saved import StreamState, load_state, save_state
+from infer.generation.score import score
 
 __all__ = [
     "BeamResult",
@@ -15,5 +16,6 @@ __all__ = [
     "generate",
     "load_state",
     "save_state",
+    "score",
     "stream",
 ]

@@ -212,7 +212,7 @@ class Job:
         if self.text is not None:
             self._read()
 
-    def bursts(self) -> Iterator[str]:
+    def bursts(self, turns: int = _BURST_TURNS) -> Iterator[str]:
         """Run a few turns at a time; yield the new text of the first row after each burst."""
         self.run_to_first_tokens()
         while True:
@@ -223,7 +223,7 @@ class Job:
             )
             if not running or bool(self.state.cache.overflow):
                 return
-            self.decode_s += self._run(int(self.state.counters.turns) + _BURST_TURNS, False)
+            self.decode_s += self._run(int(self.state.counters.turns) + turns, False)
 
     def _read(self) -> str:
         """Turn new tokens into text, end the rows whose stop string has appeared; return row 0's

@@ -13,9 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from infer.backend import DeviceLike, find_device, on_device, place
 from infer.config import LayerConfig
-from infer.errors import RequestError
 from infer.models import blocks
 from infer.models.blocks import KV, Attend
 from infer.models.params import LayerParams, Params
@@ -106,6 +104,13 @@ def forward(
         spans: planned length of each sequence, for rotary scalings that depend on it; None is S.
             The forward that equals `generate` has prompt tokens + max_tokens.
     """
+    return logits(params, dense_states(params, tokens, spans)).reshape(*tokens.shape, -1)
+
+
+def dense_states(
+    params: Params, tokens: Int[Array, "B S"], spans: Int[Array, " B"] | None = None
+) -> Float[Array, "T D"]:
+    """Return the residual stream of all tokens, without a cache; arguments as in `forward`."""
     batch, length = tokens.shape
     config = params.config
 
@@ -135,37 +140,4 @@ def forward(
         (None,) * config.num_layers,
         jnp.repeat(spans, length),
     )
-    return logits(params, x).reshape(batch, length, -1)
-
-
-def score(
-    params: Params, tokens: Int[Array, "B S"], *, device: DeviceLike = None
-) -> Float[Array, "B S1"]:
-    """Return log p(token t+1 | tokens 0..t) [B, S - 1], float32, differentiable in `params`.
-
-    The distribution is the raw model's, before any temperature or filter.  Padding on the right
-    is scored like any token: drop its entries.  Rotary scalings that
-    depend on a length take S.
-
-    Args:
-        params: weights.
-        tokens: ids, every row full.
-        device: where to compute, and where the result stays: a jax.Device, "cpu", "gpu", "cpu:1".
-            Weights that lie elsewhere are copied there for this call.  None computes where the
-            weights are.  Not inside a trace, gradients included.
-
-    Raises:
-        ConfigError: there is no such device, or a trace decides where to run.
-    """
-    if not isinstance(params, Params):
-        raise RequestError(f"params is a {type(params).__name__}; pass model.params")
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise RequestError(
-            f"tokens is {tokens.dtype}{list(tokens.shape)}; pass integer ids [B, S], every row "
-            "full: what pads a row would be scored too"
-        )
-    target = find_device(device)
-    (params, tokens), _ = place((params, tokens), target)
-    with on_device(target):
-        y = jax.nn.log_softmax(forward(params, tokens)[:, :-1], axis=-1)
-    return jnp.take_along_axis(y, tokens[:, 1:, None], axis=-1, mode="clip")[..., 0]
+    return x

@@ -1,0 +1,81 @@
+"""`score(params, tokens)`: log-probabilities of given tokens."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from infer.backend import DeviceLike, find_device, on_device, place
+from infer.errors import RequestError
+from infer.generation.prepare import RunOptions
+from infer.generation.pure import generate_pure
+from infer.models import decoder
+from infer.models.params import Params
+from infer.sampling import SamplingParams
+
+# Tokens whose logits are in memory at a time: 67 MB of them with a vocabulary of 262,144.
+_CHUNK = 64
+
+
+def score(
+    params: Params,
+    tokens: Int[Array, "B S"],
+    *,
+    paged: bool = False,
+    device: DeviceLike = None,
+) -> Float[Array, "B S1"]:
+    """Return log p(token t+1 | tokens 0..t) [B, S - 1], float32, differentiable in `params`.
+
+    The distribution is the raw model's, before any temperature or filter.  Logits of a few tokens
+    at a time are in memory, backwards too.  Padding on the right is scored like any token: drop its
+    entries.  Rotary scalings that depend on a length take S.
+
+    Args:
+        params: weights.
+        tokens: ids, every row full.
+        paged: run through the page cache as a prompt of `generate` does, in chunks: attention's
+            memory does not grow with S squared.  Not differentiable.
+        device: where to compute, and where the result stays: a jax.Device, "cpu", "gpu", "cpu:1".
+            Weights that lie elsewhere are copied there for this call.  None computes where the
+            weights are.  Not inside a trace, gradients included.
+
+    Raises:
+        ConfigError: there is no such device, or a trace decides where to run.
+    """
+    if not isinstance(params, Params):
+        raise RequestError(f"params is a {type(params).__name__}; pass model.params")
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise RequestError(
+            f"tokens is {tokens.dtype}{list(tokens.shape)}; pass integer ids [B, S], every row "
+            "full: what pads a row would be scored too"
+        )
+    target = find_device(device)
+    (params, tokens), _ = place((params, tokens), target)
+    with on_device(target):
+        return _paged(params, tokens) if paged else _dense(params, tokens)
+
+
+def _dense(params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S1"]:
+    batch, length = tokens.shape
+    x = decoder.dense_states(params, tokens).reshape(batch, length, -1)[:, :-1]
+    count = batch * (length - 1)
+    pad = -count % _CHUNK
+    rows = lambda y: jnp.pad(y.reshape(count, *y.shape[2:]), ((0, pad),) + ((0, 0),) * (y.ndim - 2))
+    chunks = lambda y: rows(y).reshape(-1, _CHUNK, *y.shape[2:])
+
+    # Recomputed in the backward pass, or the logits of all chunks would be kept for it.
+    @jax.checkpoint
+    def one(chunk: tuple[Array, Array]) -> Array:
+        x, target = chunk
+        y = jax.nn.log_softmax(decoder.logits(params, x), axis=-1)
+        return jnp.take_along_axis(y, target[:, None], axis=-1, mode="clip")[:, 0]
+
+    logprobs = lax.map(one, (chunks(x), chunks(tokens[:, 1:])))
+    return logprobs.reshape(-1)[:count].reshape(batch, length - 1)
+
+
+@jax.jit
+def _paged(params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S1"]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    run = generate_pure(params, tokens, None, sampling, None, None, RunOptions())
+    return run.prompt_logprobs[:, 1:]
