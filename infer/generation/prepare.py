@@ -20,6 +20,8 @@ from infer.models.params import Params
 # One tile of a prefill pass: long enough for full dots, short enough that a short prompt wastes
 # little.
 TILE = 64
+# Tokens of a prefill pass on a CPU: measured 5% slower per token than 256, and 64 20% slower.
+_CPU_PASS = 128
 LOGPROB_COUNTS = (0, 1, 5, 20)
 # Slots when none are asked for: XLA:CPU's products gain little per row past about eight rows.
 _DEFAULT_SLOTS = {"cpu": 8, "gpu": 64}
@@ -120,12 +122,18 @@ def bucket(value: int, smallest: int) -> int:
 
 
 def lanes_for(prefill_chunk: int, prompt_cap: int, slots: int) -> Lanes:
-    """Return tiles whose tokens in one pass are at most `prefill_chunk`, and no more than all slots
-    can fill.
+    """Return tiles and passes whose tokens in one turn are at most `prefill_chunk`.
+
+    A pass costs the same however few of its tiles are used, so on a CPU it is as small as full dots
+    allow and as often as is needed; what a GPU does at a time is the whole chunk.
     """
     tile = min(TILE, prefill_chunk, prompt_cap)
     most_useful = slots * -(-prompt_cap // tile)
-    return Lanes(tile=tile, num_tiles=max(1, min(prefill_chunk // tile, most_useful)))
+    tiles = max(1, min(prefill_chunk // tile, most_useful))
+    in_a_pass = tiles
+    if default_platform() == "cpu":
+        in_a_pass = min(tiles, max(1, min(_CPU_PASS, max(prompt_cap, TILE)) // tile))
+    return Lanes(tile=tile, num_tiles=in_a_pass, passes=max(1, tiles // in_a_pass))
 
 
 def token_rows(

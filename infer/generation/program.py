@@ -1,9 +1,10 @@
 """The generation loop: R requests flow through B slots inside one `lax.while_loop`.
 
-A turn runs at most one prefill pass, over tiles of the waiting prompts, then at most one decode
-pass, one token for every slot that has exactly one token to do; then it samples once for all slots
-that are ready.  Each step is a `while_loop` of at most one trip: the page pools stay in place,
-which `lax.cond` with two writing branches would not allow.  Each has one shape for the whole run.
+A turn runs prefill passes over tiles of the waiting prompts, as far as its token budget goes, then
+at most one decode pass, one token for every slot that has exactly one token to do; then it samples
+once for all slots that are ready.  Each step is a `while_loop` of few or no trips: the page pools
+stay in place, which `lax.cond` with two writing branches would not allow.  Each has one shape for
+the whole run.
 
 A prompt is always cut at multiples of the tile, and a lone last token always goes to the decode
 pass, so the arithmetic of a request does not depend on what its neighbours do.
@@ -98,8 +99,10 @@ def run(
             rows=jnp.zeros(num_slots, bool),
         )
         c = (s, none)
-        c = at_most_once(
-            jnp.any(todo(s) > 1), lambda c: _prefill_pass(params, requests, *c, lanes), c
+        _, c = lax.while_loop(
+            lambda c: (c[0] < lanes.passes) & jnp.any(todo(c[1][0]) > 1),
+            lambda c: (c[0] + 1, _prefill_pass(params, requests, *c[1], lanes)),
+            (jnp.zeros((), jnp.int32), c),
         )
         c = at_most_once(jnp.any(todo(c[0]) == 1), lambda c: _decode_pass(params, requests, *c), c)
         s, ready = _with_forks(requests, *c)

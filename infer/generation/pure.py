@@ -1,6 +1,7 @@
 """The pure form of `generate`, for use inside a trace: arrays in, arrays out."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from infer.generation.program import run
 from infer.generation.result import Generation
 from infer.generation.state import Finish, Requests
 from infer.models.params import Params
-from infer.sampling import GREEDY_BELOW, SamplingState
+from infer.sampling import GREEDY_BELOW, SamplingParams, SamplingState
 
 _FOREVER = np.int32(2**31 - 1)
 
@@ -103,6 +104,32 @@ def generate_pure(
         prompt_top_logprobs=out.prompt_top_logprobs[given.first],
         state=final,
     )
+
+
+def sampling_state(
+    params: Params,
+    sampling: SamplingParams | Sequence[SamplingParams],
+    num_prompts: int,
+    *,
+    key: Array,
+) -> SamplingState:
+    """Return sampling parameters as arrays, for `generate` inside a trace: replace any field by a
+    traced one, and nothing compiles again.
+
+    Args:
+        params: weights, for the model's ids.
+        sampling: one for all, or one per prompt; n is 1, and stop strings are host work.
+        num_prompts: R.
+        key: what requests without a seed draw from; may be traced.
+
+    Raises:
+        RequestError: a parameter that this form cannot serve.
+    """
+    each = rows.expand_sampling(sampling, num_prompts)
+    if any(s.n > 1 for s in each):
+        raise RequestError("a SamplingState has one row per prompt: repeat the prompt, keep n at 1")
+    config = params.config
+    return _sampling(config, each, key, num_prompts, 1, None, RunOptions())[1]
 
 
 @dataclass(frozen=True)

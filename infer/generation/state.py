@@ -29,10 +29,13 @@ class Finish(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """The static shape of a prefill pass: `num_tiles` tiles of `tile` tokens."""
+    """The static shape of a prefill pass, `num_tiles` tiles of `tile` tokens, and the most passes
+    of a turn.
+    """
 
     tile: int
     num_tiles: int
+    passes: int
 
 
 @pytree_dataclass

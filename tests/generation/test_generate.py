@@ -13,7 +13,7 @@ import infer
 from infer.cache import paged
 from infer.compiling import compile_stats, num_traces
 from infer.errors import CapacityError, RequestError
-from infer.generation import host, pure
+from infer.generation import host
 from infer.generation.prepare import RunOptions
 from infer.models import decoder
 from infer.models.params import Params
@@ -301,11 +301,7 @@ def test_a_traced_sampling_state_switches_features_without_a_new_trace() -> None
         GREEDY(max_tokens=6),
         SamplingParams(temperature=1.0, top_k=3, seed=1, max_tokens=6),
     ):
-        states.append(
-            pure._sampling(
-                params.config, [sampling] * 2, jax.random.key(0), 2, 8, None, RunOptions()
-            )[1]
-        )
+        states.append(infer.sampling_state(params, sampling, 2, key=jax.random.key(0)))
     greedy, drawn = (np.asarray(run(s)) for s in states)
     assert (greedy != drawn).any()
     np.testing.assert_array_equal(

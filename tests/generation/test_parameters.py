@@ -11,7 +11,7 @@ from infer.errors import RequestError
 from infer.models import decoder
 from infer.models.params import Params
 from infer.sampling import SamplingParams
-from tests.generation.test_generate import GREEDY, _forward, _Letters, _prompts
+from tests.generation.test_generate import GREEDY, Letters, _forward, _prompts
 from tests.models import tiny
 
 VOCAB = tiny.NUM_TOKENS
@@ -112,7 +112,7 @@ def test_processed_logprobs_are_those_of_the_distribution_that_is_sampled() -> N
 
 
 def test_stop_strings_cut_text_and_tokens_and_free_the_slot() -> None:
-    params, tokenizer = tiny.llama(), _Letters()
+    params, tokenizer = tiny.llama(), Letters()
     base = dict(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     whole = infer.generate(
         params, ["HELLO THERE"], tokenizer=tokenizer, sampling=SamplingParams(**base)
