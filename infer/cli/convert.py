@@ -8,7 +8,7 @@ import typer
 
 from infer.cli.progress import progress_bars
 from infer.weights import hub
-from infer.weights.convert import DTYPES
+from infer.weights.regroup import DTYPES
 from infer.weights.convert import convert as convert_weights
 from infer.weights.safetensors_writer import MAX_SHARD_BYTES
 

@@ -20,7 +20,6 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,15 @@ from infer.errors import WeightFormatError
 from infer.quant.blocks import FORMATS, dequantize_numpy
 from infer.quant.formats import GGML_TYPES, REMOVED_GGML_TYPES, Format
 from infer.weights import gguf_split
-from infer.weights.gguf_metadata import CUT_SHORT, MAX_KEYS, RECONVERT, Cursor, Metadata, shown
+from infer.weights.gguf_metadata import (
+    CUT_SHORT,
+    MAX_KEYS,
+    RECONVERT,
+    Cursor,
+    Metadata,
+    TypedMetadata,
+    shown,
+)
 
 MAX_DIMS = 4  # GGML_MAX_DIMS
 DEFAULT_ALIGNMENT = 32  # GGUF_DEFAULT_ALIGNMENT
@@ -40,7 +47,6 @@ MAX_TENSORS = 1 << 17
 
 # Types that are numbers already and no weights of a model: read by `array`, never packed.
 _NUMBERS = {"I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F64": "<f8"}
-_REQUIRED: Any = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +65,7 @@ class TensorInfo:
     part: int = 0
 
 
-class GGUFFile:
+class GGUFFile(TypedMetadata):
     """An open GGUF file: `path`, `version`, `metadata`, `tensors`, and the tensors' bytes.
 
     Of a split model these are the first file's path, version and metadata, and the tensors of all
@@ -186,57 +192,15 @@ class GGUFFile:
         dtype = np.float32 if dtype is None else dtype
         return dequantize_numpy(raw, FORMATS[info.type_name], info.shape, dtype)
 
-    def meta_int(self, key: str, default: int = _REQUIRED) -> int:
-        """Return an integer value.
-
-        Args:
-            key: The metadata key.
-            default: Taken when the file lacks the key; without one, the key is required.
-
-        Raises:
-            WeightFormatError: The key is missing and required, or its value is of another type.
-        """
-        return self._meta(key, default, "an integer", lambda v: type(v) is int)
-
-    def meta_float(self, key: str, default: float = _REQUIRED) -> float:
-        """Return a float; an integer in the file is taken as one.  Otherwise as `meta_int`."""
-        return float(self._meta(key, default, "a number", lambda v: type(v) in (int, float)))
-
-    def meta_bool(self, key: str, default: bool = _REQUIRED) -> bool:
-        """Return a bool.  Otherwise as `meta_int`."""
-        return self._meta(key, default, "a bool", lambda v: type(v) is bool)
-
-    def meta_str(self, key: str, default: str = _REQUIRED) -> str:
-        """Return a string.  Otherwise as `meta_int`."""
-        return self._meta(key, default, "a string", lambda v: type(v) is str)
-
-    def meta_strs(self, key: str, default: list[str] = _REQUIRED) -> list[str]:
-        """Return an array of strings.  Otherwise as `meta_int`."""
-        is_list = lambda v: type(v) is list and all(type(s) is str for s in v)
-        return self._meta(key, default, "an array of strings", is_list)
-
-    def meta_ints(self, key: str, default: np.ndarray = _REQUIRED) -> np.ndarray:
-        """Return an array of integers, in the file's own width.  Otherwise as `meta_int`."""
-        return self._meta(key, default, "an array of integers", lambda v: _is_array(v, "iu"))
-
-    def meta_floats(self, key: str, default: np.ndarray = _REQUIRED) -> np.ndarray:
-        """Return an array of floats, in the file's own width.  Otherwise as `meta_int`."""
-        return self._meta(key, default, "an array of floats", lambda v: _is_array(v, "f"))
-
-    def _meta(self, key: str, default: Any, wanted: str, fits: Callable[[Any], bool]) -> Any:
-        if key not in self.metadata:
-            if default is _REQUIRED:
-                raise WeightFormatError(
-                    f"{self.path}: has no metadata {shown(key)} ({wanted}); {RECONVERT}"
-                )
-            return default
-        value = self.metadata[key]
-        if not fits(value):
-            raise WeightFormatError(
-                f"{self.path}: metadata {shown(key)} has the type {self.metadata.type_of(key)} and"
-                f" must be {wanted}; {RECONVERT}"
-            )
-        return value
+    def release(self, name: str) -> None:
+        """Let the system drop the pages that reading a tensor brought into memory."""
+        info = self._info(name)
+        data = None if self._data is None else self._data[info.part]
+        if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+            last = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                data.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -246,10 +210,6 @@ class GGUFFile:
                 f" first are {some}"
             )
         return self.tensors[name]
-
-
-def _is_array(value: Any, kinds: str) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind in kinds
 
 
 def _what_else(head: bytes) -> str:
