@@ -103,8 +103,7 @@ FAMILY = Family(
             "final_norm_bias": "gpt_neox.final_layer_norm.bias",
             "lm_head": "embed_out.weight",
         },
-        # Files name the head as the inner module does, the class otherwise; masks and frequencies of
-        # old versions.
+        # What later classes call the head; masks and frequencies of old versions.
         prefixes={"lm_head.": "embed_out."},
         ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     ),

@@ -14,14 +14,14 @@ Gaps between tensors and bytes after the last one are accepted.
 Source: the GGUF specification (docs/gguf.md in ggml-org/ggml), versions 2 and 3, little-endian.
 """
 
-import dataclasses
 import itertools
 import math
 import mmap
+import operator
 import os
 import stat
-from dataclasses import dataclass
-from typing import Any
+import struct
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Shaped, UInt8
@@ -49,8 +49,7 @@ MAX_TENSORS = 1 << 17
 _NUMBERS = {"I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F64": "<f8"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Where a tensor lies in the file and what its bytes mean.
 
     `shape` is in numpy's order, slowest axis first (the file stores it the other way round);
@@ -129,7 +128,7 @@ class GGUFFile(TypedMetadata):
         """Return the first part with the tensors of all."""
         whole = parts[0]
         whole.tensors = {
-            name: dataclasses.replace(info, part=i)
+            name: info._replace(part=i)
             for i, part in enumerate(parts)
             for name, info in part.tensors.items()
         }
@@ -247,25 +246,28 @@ def _read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, Tenso
     """Read the tensor infos; check that each tensor lies inside the file and shares no byte."""
     entries: dict[str, tuple[tuple[int, ...], Format, int]] = {}
     for i in range(count):
-        name = cursor.name(f"the name of tensor {i}")
+        name = cursor.tensor_name(i)
         if name in entries:
             raise cursor.refuse(f"has the tensor {shown(name)} twice")
-        entries[name] = _read_entry(cursor, f"tensor {shown(name)}", alignment)
+        entries[name] = _read_entry(cursor, name, alignment)
     data_start = -(-cursor.pos // alignment) * alignment
-    tensors = {}
+    tensors, end = {}, cursor.end
+    last, in_order = 0, True
     for name, (shape, format, offset) in entries.items():
         nbytes = math.prod(shape) // format.group * format.block_bytes  # Python ints: no wrap
         start = data_start + offset
-        if start + nbytes > cursor.end:
+        if start + nbytes > end:
             raise cursor.refuse(
                 f"tensor {shown(name)}, {format.name} of shape {shape}, ends at byte"
                 f" {start + nbytes}, and the file at {cursor.end}",
                 CUT_SHORT,
             )
-        tensors[name] = TensorInfo(
-            name=name, shape=shape, type_name=format.name, offset=start, nbytes=nbytes
-        )
-    by_offset = sorted(tensors.values(), key=lambda t: t.offset)
+        in_order &= start >= last
+        last = start + nbytes
+        tensors[name] = TensorInfo(name, shape, format.name, start, nbytes)
+    if in_order:  # one after the other, as writers lay them out
+        return tensors
+    by_offset = sorted(tensors.values(), key=operator.attrgetter("offset"))
     for a, b in itertools.pairwise(by_offset):
         if a.offset + a.nbytes > b.offset:
             raise cursor.refuse(
@@ -274,30 +276,47 @@ def _read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, Tenso
     return tensors
 
 
-def _read_entry(cursor: Cursor, what: str, alignment: int) -> tuple[tuple[int, ...], Format, int]:
+# A tensor's shape, type and offset, by its number of axes.
+_ENTRIES = [struct.Struct(f"<{num_dims}QIQ") for num_dims in range(MAX_DIMS + 1)]
+
+
+def _read_entry(cursor: Cursor, name: str, alignment: int) -> tuple[tuple[int, ...], Format, int]:
     """Read a tensor's shape (in numpy's order), format and offset; check each by itself."""
-    num_dims = cursor.u32(f"the number of axes of {what}")
+    # The hot loop of opening a file with many tensors: messages are made where they are needed.
+    num_dims = cursor.u32("a tensor's number of axes")
     if num_dims > MAX_DIMS:
-        raise cursor.refuse(f"{what} claims {num_dims} axes, and GGUF has at most {MAX_DIMS}")
-    shape = tuple(cursor.u64(f"the shape of {what}") for _ in range(num_dims))[::-1]
-    number = cursor.u32(f"the type of {what}")
+        raise cursor.refuse(
+            f"tensor {shown(name)} claims {num_dims} axes, and GGUF has at most {MAX_DIMS}"
+        )
+    entry = _ENTRIES[num_dims]
+    *dims, number, offset = entry.unpack_from(
+        cursor.data, cursor.step(entry.size, "a tensor's shape, type and offset")
+    )
+    shape = tuple(dims[::-1])
+    format = GGML_TYPES.get(number)
+    if format is None or 0 in shape or offset % alignment:
+        raise _entry_error(cursor, name, shape, number, offset, alignment)
+    if (shape[-1] if shape else 1) % format.group:
+        raise cursor.refuse(
+            f"tensor {shown(name)} is {format.name} of shape {shape}, and its rows must be whole"
+            f" blocks of {format.group}"
+        )
+    return shape, format, offset
+
+
+def _entry_error(
+    cursor: Cursor, name: str, shape: tuple[int, ...], number: int, offset: int, alignment: int
+) -> WeightFormatError:
+    """Return what is wrong with a tensor's type, shape or offset."""
+    what = f"tensor {shown(name)}"
     if number not in GGML_TYPES:
         removed = REMOVED_GGML_TYPES.get(number)
         known = f"{removed}, which ggml has removed" if removed else "which is not known"
-        raise cursor.refuse(
+        return cursor.refuse(
             f"{what} has the type {number}, {known}", "get a file of another type, such as Q8_0"
         )
-    format = GGML_TYPES[number]
     if 0 in shape:
-        raise cursor.refuse(f"{what} has the shape {shape}, and no axis may be 0")
-    if (shape[-1] if shape else 1) % format.group:
-        raise cursor.refuse(
-            f"{what} is {format.name} of shape {shape}, and its rows must be whole blocks of"
-            f" {format.group}"
-        )
-    offset = cursor.u64(f"the offset of {what}")
-    if offset % alignment:
-        raise cursor.refuse(
-            f"{what} has the offset {offset}, not a multiple of the alignment {alignment}"
-        )
-    return shape, format, offset
+        return cursor.refuse(f"{what} has the shape {shape}, and no axis may be 0")
+    return cursor.refuse(
+        f"{what} has the offset {offset}, not a multiple of the alignment {alignment}"
+    )

@@ -123,6 +123,19 @@ class Cursor:
             raise self.refuse(f"{what}, {shown(name)}, holds a NUL, at which other readers stop")
         return name
 
+    def tensor_name(self, index: int) -> str:
+        """Read the name of tensor number `index`, as `name` does, but quickly where all is well."""
+        start = self.pos
+        if start + 8 <= self.end:
+            start += 8
+            end = start + _U64.unpack_from(self.data, start - 8)[0]
+            if start < end <= min(self.end, start + MAX_NAME_BYTES):
+                raw = self.data[start:end]
+                if raw.isascii() and b"\0" not in raw:
+                    self.pos = end
+                    return raw.decode()
+        return self.name(f"the name of tensor {index}")
+
     def value_type(self, what: str) -> int:
         """Read a value type number and refuse one that does not exist."""
         number = self.u32(f"the type of {what}")
