@@ -1,4 +1,4 @@
-"""`infer convert`: weights from one form into another."""
+"""`infer convert`: a model from one form into another."""
 
 import sys
 from pathlib import Path
@@ -7,27 +7,40 @@ from typing import Annotated
 import typer
 
 from infer.cli.progress import progress_bars
-from infer.weights import hub
-from infer.weights.convert import DTYPES
+from infer.weights import bundled, hub
 from infer.weights.convert import convert as convert_weights
-from infer.weights.safetensors_writer import MAX_SHARD_BYTES
+from infer.weights.regroup import DTYPES
 
 
 def convert(
     source: Annotated[
-        str, typer.Argument(help="A folder in transformers' layout, a .safetensors file, a hub id.")
+        str,
+        typer.Argument(
+            help="A known name, a GGUF file, a folder in transformers' layout, a .safetensors"
+            " file, or a hub id."
+        ),
     ],
-    target: Annotated[str, typer.Argument(help="The new folder.")],
+    target: Annotated[
+        str, typer.Argument(help="A new folder, or a new GGUF file if the name ends in .gguf.")
+    ],
     dtype: Annotated[
-        str | None, typer.Option(help=f"{', '.join(DTYPES)} [default: as they are].")
+        str | None,
+        typer.Option(
+            help=f"{', '.join(DTYPES)} [default: as they are; bfloat16 for quantised tensors]."
+        ),
     ] = None,
     max_shard_bytes: Annotated[
-        int, typer.Option(min=1, help="Tensor bytes of one file.")
-    ] = MAX_SHARD_BYTES,
+        int | None,
+        typer.Option(
+            min=1, help="Tensor bytes of one file [default: 5 GB in a folder, one GGUF file]."
+        ),
+    ] = None,
 ) -> None:
-    """Write a model's weights and the files beside them into a new folder; print its files."""
+    """Write a model in another dtype or form, whole or not at all; print its weight files."""
     with progress_bars() as update:
-        if not Path(source).exists() and hub.parse(source) is not None:
+        if source in bundled.known_models():
+            source = str(bundled.pull(source))
+        elif not Path(source).exists() and hub.parse(source) is not None:
             source = str(hub.pull(source, progress=update))
         step = None if update is None else lambda done, total: update("write", done, total)
         paths = convert_weights(

@@ -154,6 +154,7 @@ class Layout:
         architectures: the names in config.json's `architectures`.
         model_types: the names in its `model_type`, which count where there is no architecture.
         config: config.json -> ModelConfig; token ids are filled in by the loader.
+        values: ModelConfig -> what a config.json says of it, but for the two names above.
         layer_names: LayerParams field -> tensor, with `{i}` for the layer.
         global_names: Params field -> tensor.
         prefixes: beginnings of names -> what they are read as; None: not a part of the text model
@@ -167,6 +168,7 @@ class Layout:
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
     config: Callable[[HFConfig], ModelConfig]
+    values: Callable[[ModelConfig], dict[str, Any]]
     layer_names: Mapping[str, str | Part]
     global_names: Mapping[str, str | Part]
     prefixes: Mapping[str, str | None] = field(default_factory=dict)

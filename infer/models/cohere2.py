@@ -5,7 +5,7 @@ three sliding layers that turn adjacent pairs to one full layer that turns nothi
 from typing import Any
 
 from infer.config import LayerConfig, ModelConfig, Norm, Residual
-from infer.models import checkpoint, gguf_layout
+from infer.models import checkpoint, config_json, gguf_layout
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family, Metadata
 from infer.models.rows import adjacent_pairs
@@ -53,15 +53,33 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
     ).validate()
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a Cohere 2 says."""
+    return config_json.common(config) | dict(
+        layer_norm_eps=config_json.shortest(config.norm_eps),
+        attention_bias=config.qkv_bias,
+        sliding_window=config_json.window(config),
+        layer_types=config_json.layer_types(config),
+        logit_scale=config_json.scale(config.logit_scale),
+    )
+
+
+def own_keys(config: ModelConfig) -> dict[str, Any]:
+    """Return the factor on logits, which is required."""
+    return {"logit_scale": config_json.scale(config.logit_scale)}
+
+
 FAMILY = Family(
     name="cohere2",
     config=config,
     layer_names=gguf_layout.LAYER_NAMES | adjacent_pairs(gguf_layout.LAYER_NAMES),
     global_names=gguf_layout.GLOBAL_NAMES,
+    own_keys=own_keys,
     hf=Layout(
         architectures=("Cohere2ForCausalLM",),
         model_types=("cohere2",),
         config=config_from_hf,
+        values=values,
         layer_names=checkpoint.LAYER_NAMES | adjacent_pairs(checkpoint.LAYER_NAMES),
         global_names=checkpoint.GLOBAL_NAMES,
     ),

@@ -42,6 +42,8 @@ class Family:
         layer_names: LayerParams field -> tensor of a GGUF file, with `{i}` for the layer.
         global_names: Params field -> tensor of a GGUF file.
         hf: the same for checkpoints in transformers' layout; None: not read in that layout.
+        own_keys: ModelConfig -> keys of a GGUF file beside those of `gguf_keys.common`.
+        written_as: the other family whose architecture its GGUF files name; None: its own.
     """
 
     name: str
@@ -49,3 +51,5 @@ class Family:
     layer_names: Names = field(default_factory=dict)
     global_names: Names = field(default_factory=dict)
     hf: Layout | None = None
+    own_keys: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    written_as: str | None = None

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from infer.config import Activation, LayerConfig, ModelConfig
-from infer.models import checkpoint, gguf_layout
+from infer.models import checkpoint, config_json, gguf_layout
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family, Metadata
 
@@ -91,6 +91,25 @@ def _gemma(hidden: int) -> dict[str, Any]:
     return dict(activation=Activation.GELU_TANH, embedding_scale=math.sqrt(hidden))
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a Gemma 1 says."""
+    common = config_json.common(config)
+    return common | dict(hidden_activation=common["hidden_act"])
+
+
+def values_2(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a Gemma 2 or 3 says of windows, scores and caps."""
+    cap = lambda x: None if x is None else config_json.shortest(x)
+    scalar = config_json.shortest(config.softmax_scale**-2)
+    return values(config) | dict(
+        sliding_window=config_json.window(config),
+        layer_types=config_json.layer_types(config),
+        query_pre_attn_scalar=int(scalar) if scalar.is_integer() else scalar,
+        attn_logit_softcapping=cap(config.attn_softcap),
+        final_logit_softcapping=cap(config.final_softcap),
+    )
+
+
 GEMMA = Family(
     name="gemma",
     config=config,
@@ -100,6 +119,7 @@ GEMMA = Family(
         architectures=("GemmaForCausalLM",),
         model_types=("gemma",),
         config=config_from_hf,
+        values=values,
         layer_names=checkpoint.LAYER_NAMES,
         global_names=checkpoint.GLOBAL_NAMES,
         norm_plus_one=True,
@@ -115,6 +135,7 @@ GEMMA2 = Family(
         architectures=("Gemma2ForCausalLM",),
         model_types=("gemma2",),
         config=config_2_from_hf,
+        values=values_2,
         layer_names=checkpoint.LAYER_NAMES | checkpoint.SANDWICH_NAMES,
         global_names=checkpoint.GLOBAL_NAMES,
         norm_plus_one=True,

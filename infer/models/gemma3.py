@@ -7,10 +7,11 @@ transformers' checkpoints do not.
 """
 
 import math
+from typing import Any
 
 from infer.config import Activation, LayerConfig, ModelConfig, QkNorm, RopeConfig
 from infer.errors import ConfigError
-from infer.models import checkpoint, gguf_layout
+from infer.models import checkpoint, config_json, gemma, gguf_layout
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family, Metadata
 
@@ -129,15 +130,34 @@ def _layers_of_hf(
     return tuple(kinds[kind] for kind in types)
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a Gemma 3 text model says."""
+    local = _local_rope(config)
+    base = {} if local is None else dict(rope_local_base_freq=config_json.shortest(local.theta))
+    return gemma.values_2(config) | base
+
+
+def own_keys(config: ModelConfig) -> dict[str, Any]:
+    """Return the rotary base of the layers that slide."""
+    local = _local_rope(config)
+    return {} if local is None else {"rope.freq_base_swa": float(local.theta)}
+
+
+def _local_rope(config: ModelConfig) -> RopeConfig | None:
+    return next((layer.rope for layer in config.layers if layer.window is not None), None)
+
+
 FAMILY = Family(
     name="gemma3",
     config=config,
     layer_names=gguf_layout.LAYER_NAMES,
     global_names=gguf_layout.GLOBAL_NAMES,
+    own_keys=own_keys,
     hf=Layout(
         architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
         model_types=("gemma3_text", "gemma3"),
         config=config_from_hf,
+        values=values,
         layer_names=checkpoint.LAYER_NAMES
         | {
             "q_norm": "model.layers.{i}.self_attn.q_norm.weight",

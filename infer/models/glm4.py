@@ -2,8 +2,10 @@
 in one tensor.
 """
 
+from typing import Any
+
 from infer.config import LayerConfig, ModelConfig
-from infer.models import checkpoint, gguf_layout
+from infer.models import checkpoint, config_json, gguf_layout
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family, Metadata
 from infer.models.rows import adjacent_pairs, stacked
@@ -36,6 +38,11 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
     ).validate()
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a GLM-4 (0414) says."""
+    return config_json.common(config) | dict(attention_bias=config.qkv_bias)
+
+
 FAMILY = Family(
     name="glm4",
     config=config,
@@ -47,6 +54,7 @@ FAMILY = Family(
         architectures=("Glm4ForCausalLM",),
         model_types=("glm4",),
         config=config_from_hf,
+        values=values,
         layer_names=checkpoint.LAYER_NAMES
         | adjacent_pairs(checkpoint.LAYER_NAMES)
         | stacked(checkpoint.GATE_UP_NAME, "gate", "up")

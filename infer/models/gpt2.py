@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from infer.config import Activation, LayerConfig, ModelConfig, Norm
-from infer.models import checkpoint, gguf_layout
+from infer.models import checkpoint, config_json, gguf_layout
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family, Metadata
 from infer.models.rows import Part, stacked
@@ -30,6 +30,9 @@ def config(meta: Metadata) -> ModelConfig:
         activation=Activation.GELU_TANH,
     ).validate()
 
+
+# What all published files say; config.json has other names for the same form.
+_ACTIVATION = "gelu_new"
 
 # What other families call its keys.
 _KEYS = {
@@ -57,6 +60,21 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
     ).validate()
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a GPT-2 says."""
+    common = config_json.common(config)
+    # Its class calls them otherwise; the width of a head and of keys follows.
+    for key in ("num_key_value_heads", "head_dim", "hidden_act"):
+        del common[key]
+    renamed = {old: common.pop(key) for key, old in _KEYS.items()}
+    return renamed | dict(
+        n_inner=common.pop("intermediate_size"),
+        activation_function=_ACTIVATION,
+        layer_norm_epsilon=config_json.shortest(config.norm_eps),
+        **common,
+    )
+
+
 _LAYER = "transformer.h.{i}."
 FAMILY = Family(
     name="gpt2",
@@ -67,6 +85,7 @@ FAMILY = Family(
         architectures=("GPT2LMHeadModel",),
         model_types=("gpt2",),
         config=config_from_hf,
+        values=values,
         layer_names={
             "attn_norm": _LAYER + "ln_1.weight",
             "attn_norm_bias": _LAYER + "ln_1.bias",

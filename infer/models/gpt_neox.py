@@ -5,7 +5,7 @@ each head turns; transformers stores q, k and v head by head.
 from typing import Any
 
 from infer.config import Activation, LayerConfig, ModelConfig, Norm, Residual
-from infer.models import checkpoint, gguf_layout
+from infer.models import checkpoint, config_json, gguf_layout
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family, Metadata
 from infer.models.rows import by_head
@@ -54,16 +54,35 @@ def _blocks(parallel: bool, *, attention_bias: bool) -> dict[str, Any]:
     )
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a GPTNeoXForCausalLM says."""
+    share = config_json.rope_of(config)
+    dim = config.head_dim if share is None else share.dim or config.head_dim
+    return config_json.common(config) | dict(
+        layer_norm_eps=config_json.shortest(config.norm_eps),
+        rotary_pct=dim / config.head_dim,
+        use_parallel_residual=config.residual is Residual.PARALLEL,
+        attention_bias=config.qkv_bias,
+    )
+
+
+def own_keys(config: ModelConfig) -> dict[str, Any]:
+    """Return how the two blocks join, which is required."""
+    return {"use_parallel_residual": config.residual is Residual.PARALLEL}
+
+
 _LAYER = "gpt_neox.layers.{i}."
 FAMILY = Family(
     name="gptneox",
     config=config,
     layer_names=gguf_layout.LAYER_NAMES | gguf_layout.QKV,
     global_names=gguf_layout.GLOBAL_NAMES,
+    own_keys=own_keys,
     hf=Layout(
         architectures=("GPTNeoXForCausalLM",),
         model_types=("gpt_neox",),
         config=config_from_hf,
+        values=values,
         layer_names={
             "attn_norm": _LAYER + "input_layernorm.weight",
             "attn_norm_bias": _LAYER + "input_layernorm.bias",
@@ -82,10 +101,10 @@ FAMILY = Family(
             "embed": "gpt_neox.embed_in.weight",
             "final_norm": "gpt_neox.final_layer_norm.weight",
             "final_norm_bias": "gpt_neox.final_layer_norm.bias",
-            "lm_head": "lm_head.weight",
+            "lm_head": "embed_out.weight",
         },
-        # What the published files call the head; masks and frequencies of old versions.
-        prefixes={"embed_out.": "lm_head."},
+        # What later classes call the head; masks and frequencies of old versions.
+        prefixes={"lm_head.": "embed_out."},
         ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     ),
 )

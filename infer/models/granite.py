@@ -2,8 +2,10 @@
 on the logits.
 """
 
+from typing import Any
+
 from infer.config import LayerConfig, ModelConfig
-from infer.models import checkpoint, gguf_layout, llama
+from infer.models import checkpoint, config_json, gguf_layout, llama
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family, Metadata
 
@@ -43,15 +45,41 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
     ).validate()
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a Granite says."""
+    return (
+        config_json.common(config)
+        | llama.bias_values(config)
+        | dict(
+            embedding_multiplier=config_json.scale(config.embedding_scale),
+            attention_multiplier=config_json.shortest(config.softmax_scale),
+            residual_multiplier=config_json.scale(config.residual_scale),
+            logits_scaling=config_json.shortest(1 / config_json.scale(config.logit_scale)),
+        )
+    )
+
+
+def own_keys(config: ModelConfig) -> dict[str, Any]:
+    """Return the four factors as GGUF has them."""
+    return {
+        "embedding_scale": config_json.scale(config.embedding_scale),
+        "attention.scale": float(config.softmax_scale),
+        "residual_scale": config_json.scale(config.residual_scale),
+        "logit_scale": 1 / config_json.scale(config.logit_scale),
+    }
+
+
 FAMILY = Family(
     name="granite",
     config=config,
     layer_names=llama.GGUF_LAYER_NAMES,
     global_names=gguf_layout.GLOBAL_NAMES,
+    own_keys=own_keys,
     hf=Layout(
         architectures=("GraniteForCausalLM",),
         model_types=("granite",),
         config=config_from_hf,
+        values=values,
         layer_names=checkpoint.LAYER_NAMES,
         global_names=checkpoint.GLOBAL_NAMES,
     ),

@@ -6,7 +6,7 @@ from typing import Any
 
 from infer.config import LayerConfig, ModelConfig
 from infer.errors import ConfigError
-from infer.models import checkpoint, gguf_layout
+from infer.models import checkpoint, config_json, gguf_layout
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family, Metadata
 from infer.models.rows import adjacent_pairs
@@ -55,6 +55,16 @@ def biases_of_hf(hf: HFConfig) -> dict[str, Any]:
     return dict(qkv_bias=attention, o_bias=attention, mlp_bias=hf.flag("mlp_bias", False))
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a LlamaForCausalLM says."""
+    return config_json.common(config) | bias_values(config)
+
+
+def bias_values(config: ModelConfig) -> dict[str, Any]:
+    """Return a Llama's two keys of biases."""
+    return dict(attention_bias=config.qkv_bias, mlp_bias=config.mlp_bias)
+
+
 # Of all families that converters permute like Llama.
 GGUF_LAYER_NAMES = gguf_layout.LAYER_NAMES | adjacent_pairs(gguf_layout.LAYER_NAMES)
 
@@ -67,6 +77,7 @@ FAMILY = Family(
         architectures=("LlamaForCausalLM",),
         model_types=("llama",),
         config=config_from_hf,
+        values=values,
         layer_names=checkpoint.LAYER_NAMES,
         global_names=checkpoint.GLOBAL_NAMES,
     ),

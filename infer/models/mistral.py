@@ -3,9 +3,11 @@ files have the architecture `llama`.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from infer.config import LayerConfig, ModelConfig
-from infer.models import checkpoint
+from infer.models import checkpoint, config_json
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family
 
@@ -28,18 +30,32 @@ def config_from_hf(hf: HFConfig, family: str) -> ModelConfig:
     ).validate()
 
 
-def _family(name: str, architecture: str) -> Family:
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a Mistral, without a list of layers, says."""
+    return config_json.common(config) | dict(sliding_window=config_json.window(config))
+
+
+def values_by_layer(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a Ministral says."""
+    return values(config) | dict(layer_types=config_json.layer_types(config))
+
+
+def _family(
+    name: str, architecture: str, values: Callable[[ModelConfig], dict[str, Any]]
+) -> Family:
     return Family(
         name=name,
+        written_as="llama",
         hf=Layout(
             architectures=(architecture,),
             model_types=(name,),
             config=functools.partial(config_from_hf, family=name),
+            values=values,
             layer_names=checkpoint.LAYER_NAMES,
             global_names=checkpoint.GLOBAL_NAMES,
         ),
     )
 
 
-MISTRAL = _family("mistral", "MistralForCausalLM")
-MINISTRAL = _family("ministral", "MinistralForCausalLM")
+MISTRAL = _family("mistral", "MistralForCausalLM", values)
+MINISTRAL = _family("ministral", "MinistralForCausalLM", values_by_layer)

@@ -4,7 +4,7 @@ from typing import Any
 
 from infer.config import LayerConfig, ModelConfig, QkNorm
 from infer.errors import ConfigError
-from infer.models import checkpoint, gguf_layout, llama
+from infer.models import checkpoint, config_json, gguf_layout, llama
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family, Metadata
 
@@ -34,6 +34,11 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
     ).validate()
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of an OLMo 2 says."""
+    return config_json.common(config) | llama.bias_values(config)
+
+
 FAMILY = Family(
     name="olmo2",
     config=config,
@@ -43,6 +48,7 @@ FAMILY = Family(
         architectures=("Olmo2ForCausalLM",),
         model_types=("olmo2",),
         config=config_from_hf,
+        values=values,
         layer_names=checkpoint.LAYER_NAMES | checkpoint.SANDWICH_NAMES,
         global_names=checkpoint.GLOBAL_NAMES,
     ),

@@ -2,8 +2,10 @@
 Phi-4-mini a rotation of a part of each head.
 """
 
+from typing import Any
+
 from infer.config import LayerConfig, ModelConfig
-from infer.models import checkpoint, gguf_layout
+from infer.models import checkpoint, config_json, gguf_layout
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family, Metadata
 from infer.models.rows import stacked
@@ -30,6 +32,11 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
     ).validate()
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a Phi-3 or Phi-4 says."""
+    return config_json.common(config) | dict(sliding_window=config_json.window(config))
+
+
 FAMILY = Family(
     name="phi3",
     config=config,
@@ -39,6 +46,7 @@ FAMILY = Family(
         architectures=("Phi3ForCausalLM",),
         model_types=("phi3",),
         config=config_from_hf,
+        values=values,
         layer_names=checkpoint.LAYER_NAMES
         | stacked(checkpoint.QKV_NAME, "q", "k", "v")
         | stacked(checkpoint.GATE_UP_NAME, "gate", "up"),

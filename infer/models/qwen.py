@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from infer.config import LayerConfig, ModelConfig, QkNorm
-from infer.models import checkpoint, gguf_layout
+from infer.models import checkpoint, config_json, gguf_layout
 from infer.models.checkpoint import FULL, SLIDING, HFConfig, Layout
 from infer.models.family import Family, Metadata
 
@@ -51,6 +51,18 @@ def config_from_hf(hf: HFConfig, family: str, qk_norm: QkNorm) -> ModelConfig:
     ).validate()
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a Qwen 2 or Qwen 3 says."""
+    window = config_json.window(config)
+    return config_json.common(config) | dict(
+        attention_bias=config.qkv_bias,
+        use_sliding_window=window is not None,
+        sliding_window=window,
+        max_window_layers=config.num_layers if window is None else 0,
+        layer_types=config_json.layer_types(config),
+    )
+
+
 def _family(name: str, architecture: str, qk_norm: QkNorm) -> Family:
     return Family(
         name=name,
@@ -61,6 +73,7 @@ def _family(name: str, architecture: str, qk_norm: QkNorm) -> Family:
             architectures=(architecture,),
             model_types=(name,),
             config=functools.partial(config_from_hf, family=name, qk_norm=qk_norm),
+            values=values,
             layer_names=checkpoint.LAYER_NAMES,
             global_names=checkpoint.GLOBAL_NAMES,
         ),

@@ -1,8 +1,10 @@
 """SmolLM3: Llama in which every fourth layer turns nothing (NoPE)."""
 
+from typing import Any
+
 from infer.config import LayerConfig, ModelConfig
 from infer.errors import ConfigError
-from infer.models import checkpoint, gguf_layout, llama
+from infer.models import checkpoint, config_json, gguf_layout, llama
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family, Metadata
 
@@ -48,6 +50,22 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
     ).validate()
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a SmolLM3 says."""
+    window = config_json.window(config)
+    return (
+        config_json.common(config)
+        | llama.bias_values(config)
+        | dict(
+            no_rope_layers=[int(layer.rope is not None) for layer in config.layers],
+            no_rope_layer_interval=_PERIOD,
+            use_sliding_window=window is not None,
+            sliding_window=window,
+            layer_types=config_json.layer_types(config),
+        )
+    )
+
+
 FAMILY = Family(
     name="smollm3",
     config=config,
@@ -57,6 +75,7 @@ FAMILY = Family(
         architectures=("SmolLM3ForCausalLM",),
         model_types=("smollm3",),
         config=config_from_hf,
+        values=values,
         layer_names=checkpoint.LAYER_NAMES,
         global_names=checkpoint.GLOBAL_NAMES,
     ),

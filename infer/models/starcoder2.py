@@ -3,7 +3,7 @@
 from typing import Any
 
 from infer.config import Activation, LayerConfig, ModelConfig, Norm
-from infer.models import checkpoint, gguf_layout
+from infer.models import checkpoint, config_json, gguf_layout
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.family import Family, Metadata
 
@@ -51,6 +51,15 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
     ).validate()
 
 
+def values(config: ModelConfig) -> dict[str, Any]:
+    """Return what the config.json of a StarCoder2 says."""
+    return config_json.common(config) | dict(
+        norm_epsilon=config_json.shortest(config.norm_eps),
+        use_bias=config.mlp_bias,
+        sliding_window=config_json.window(config),
+    )
+
+
 _MLP = "model.layers.{i}.mlp."
 FAMILY = Family(
     name="starcoder2",
@@ -61,6 +70,7 @@ FAMILY = Family(
         architectures=("Starcoder2ForCausalLM",),
         model_types=("starcoder2",),
         config=config_from_hf,
+        values=values,
         layer_names=checkpoint.LAYER_NAMES
         | {
             "up": _MLP + "c_fc.weight",

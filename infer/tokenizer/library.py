@@ -34,7 +34,7 @@ class LibraryCodec:
         Raises:
             WeightFormatError: it is broken, or decodes in a way that is not followed here.
         """
-        self._source, self._what = source, what
+        self.source, self._what = source, what
         self._plain = _library(source, what, special=False)
         with _guarded(WeightFormatError, f"{what}: cannot be read"):
             texts: dict[str, int] = self._plain.get_vocab(with_added_tokens=True)
@@ -60,6 +60,17 @@ class LibraryCodec:
             self.types[i] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
         self.ids = {text: i for i, text in enumerate(self.tokens) if text}
         self.unk_id = self.ids.get(unk) if isinstance(unk, str) else None
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether tokens are spelled in the letters of bytes."""
+        return self._decode.byte_level
+
+    def words(self, text: str) -> list[str]:
+        """What a text is cut into before merging; normalisers and added tokens do not count."""
+        with _guarded(RequestError, "the tokenizer cannot cut this text"):
+            cutter = self._plain.pre_tokenizer
+            return [text] if cutter is None else [w for w, _ in cutter.pre_tokenize_str(text)]
 
     @property
     def strips_space(self) -> bool:
@@ -100,7 +111,7 @@ class LibraryCodec:
 
     @cached_property
     def _special(self) -> Any:
-        return _library(self._source, self._what, special=True)
+        return _library(self.source, self._what, special=True)
 
 
 class _TokenRule:
@@ -114,7 +125,7 @@ class _TokenRule:
     def __init__(self, rules: Mapping[str, Any] | None, what: str):
         self.strips_space = False
         self.byte_fallback = False
-        self._byte_level = False
+        self.byte_level = False
         self._replaced: list[tuple[str, str]] = []
         self._continues: str | None = None  # what a token begins with that takes no space
         self._spaced = rules is None
@@ -131,7 +142,7 @@ class _TokenRule:
     def _take(self, rule: Mapping[str, Any]) -> bool:
         match rule:
             case {"type": "ByteLevel"}:
-                self._byte_level = True
+                self.byte_level = True
             case {"type": "Metaspace", "replacement": letter, "prepend_scheme": scheme}:
                 self._replaced.append((letter, " "))
                 self.strips_space |= scheme != "never"
@@ -153,7 +164,7 @@ class _TokenRule:
         """The bytes of a token; those of an added token are its text, but for what is replaced."""
         if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(text)):
             return bytes([int(match[1], 16)])
-        if self._byte_level and not added:
+        if self.byte_level and not added:
             with contextlib.suppress(KeyError):
                 return letters_bytes(text)
         for old, new in self._replaced:

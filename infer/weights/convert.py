@@ -1,8 +1,11 @@
-"""Converting weights: a folder in transformers' layout, or one safetensors file, into a folder.
+"""Converting a model: folders in transformers' layout into another dtype, GGUF files into such
+folders, and folders into GGUF files.
 
-A tensor at a time; the new folder is there whole or not at all.
+A tensor at a time; what is written is there whole or not at all.
 """
 
+import contextlib
+import glob
 import json
 import os
 import shutil
@@ -11,13 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from infer.errors import ConfigError, WeightFormatError
+from infer.errors import ConfigError
 from infer.model_files import ModelFolder, label
 from infer.weights.folder_config import read_config, refuse_quantised
+from infer.weights.folder_to_gguf import write_as_gguf
+from infer.weights.gguf_to_folder import write_as_folder
 from infer.weights.hub import SMALL_FILES, TEMPLATES
+from infer.weights.regroup import DTYPES, cast
 from infer.weights.safetensors import FLOATS, SafetensorsFile, TensorInfo
 from infer.weights.safetensors_writer import (
     MAX_SHARD_BYTES,
@@ -28,57 +33,83 @@ from infer.weights.safetensors_writer import (
 )
 from infer.weights.shards import SafetensorsFolder
 
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
-
 
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
     dtype: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Write the weights of `source`, and the files beside them, into the new folder `target`.
+    """Write a model in another form: a folder in another dtype, GGUF as a folder, or the reverse.
 
     Args:
-        source: a folder in transformers' layout, or a .safetensors file.
-        target: does not exist, or is an empty folder.
-        dtype: of floating-point tensors; None leaves them as they are.  Others are never changed.
-        max_shard_bytes: tensor bytes of one file.
+        source: a folder in transformers' layout, a .safetensors file, or a GGUF file.
+        target: a name that ends in .gguf, of a file that does not exist; otherwise a folder that
+            does not exist or is empty.
+        dtype: of floating-point tensors; None leaves them as they are, and makes bfloat16 of
+            quantised ones.  Others are never changed.  In a GGUF file vectors stay float32.
+        max_shard_bytes: tensor bytes of one file; None: 5 GB in a folder, one GGUF file.
         progress: called with (bytes done, bytes in all).
 
     Returns:
         The weight files, their index included.
 
     Raises:
-        ConfigError: `dtype` is not known, or `target` is not empty.
-        WeightFormatError: `source` is broken, or a value does not fit in `dtype`.
+        ConfigError: `dtype` is not known, `target` is there, or the other form cannot say what
+            the model's configuration says.
+        WeightFormatError: `source` is broken, a value does not fit in `dtype`, or the other form
+            cannot say what the tokenizer does.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype}; weights can be {', '.join(DTYPES)}")
-    to = Path(target).absolute()
+    path, to = Path(source).expanduser(), Path(target).absolute()
+    cast_to = None if dtype is None else DTYPES[dtype]
+    folder = ModelFolder(path) if path.is_dir() else None
+    if to.suffix == ".gguf":
+        if folder is None:
+            raise ConfigError(
+                f"{path} is no folder; a GGUF file is made from a folder with config.json"
+            )
+        _check_no_file(to)
+        with _parent(to):
+            return write_as_gguf(
+                folder, to, dtype=cast_to, max_part_bytes=max_shard_bytes, progress=progress
+            )
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} is not empty; name a new folder")
+    limit = MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
+    with _parent(to), _scratch(to) as scratch:
+        if folder is None and path.suffix != ".safetensors":
+            paths = write_as_folder(
+                path, scratch, dtype=cast_to, max_shard_bytes=limit, progress=progress
+            )
+        else:
+            paths = _recast(path, folder, scratch, dtype, limit, progress)
+    return [to / path.name for path in paths]
+
+
+@contextlib.contextmanager
+def _parent(to: Path) -> Iterator[None]:
+    """Make the folder that `to` lies in, and take it away again if nothing comes of it."""
+    missing = [p for p in to.parents if not p.exists()]
     to.parent.mkdir(parents=True, exist_ok=True)
-    folder = ModelFolder(source) if Path(source).is_dir() else None
-    if folder is not None and dtype is not None:
-        refuse_quantised(folder, read_config(folder))
+    try:
+        yield
+    except BaseException:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _scratch(to: Path) -> Iterator[Path]:
+    """Give a folder beside `to` that takes its place when all went well."""
     scratch = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
     try:
-        opened = SafetensorsFile.open(source) if folder is None else SafetensorsFolder.open(folder)
-        with opened as files:
-            entries = dict(_entries(files, None if dtype is None else DTYPES[dtype]))
-            metadata = {"format": "pt"} | files.metadata
-            paths = write_folder(
-                scratch, entries, metadata, max_shard_bytes=max_shard_bytes, progress=progress
-            )
-        if folder is not None:
-            _copy_beside(folder, scratch, dtype)
+        yield scratch
         os.chmod(scratch, 0o755)
         if to.exists():
             to.rmdir()
@@ -86,7 +117,38 @@ def convert(
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    return [to / path.name for path in paths]
+
+
+def _check_no_file(to: Path) -> None:
+    there = [to] if to.exists() else sorted(to.parent.glob(f"{glob.escape(to.stem)}-*-of-*.gguf"))
+    if there:
+        raise ConfigError(f"{there[0]} is there already; name a new file")
+
+
+def _recast(
+    path: Path,
+    folder: ModelFolder | None,
+    scratch: Path,
+    dtype: str | None,
+    max_shard_bytes: int,
+    progress: Progress | None,
+) -> list[Path]:
+    """Write a folder, or a lone file, as a folder: the same tensors, in another dtype."""
+    if folder is not None and dtype is not None:
+        refuse_quantised(folder, read_config(folder))
+    opened = SafetensorsFile.open(path) if folder is None else SafetensorsFolder.open(folder)
+    with opened as files:
+        entries = dict(_entries(files, None if dtype is None else DTYPES[dtype]))
+        paths = write_folder(
+            scratch,
+            entries,
+            {"format": "pt"} | files.metadata,
+            max_shard_bytes=max_shard_bytes,
+            progress=progress,
+        )
+    if folder is not None:
+        _copy_beside(folder, scratch, dtype)
+    return paths
 
 
 def _entries(files: Any, dtype: np.dtype | None) -> Iterator[tuple[str, Entry]]:
@@ -104,17 +166,9 @@ def _entries(files: Any, dtype: np.dtype | None) -> Iterator[tuple[str, Entry]]:
 
 def _cast(files: Any, info: TensorInfo, dtype: np.dtype | None) -> np.ndarray:
     values = files.array(info.name)
-    if dtype is not None and values.dtype != dtype:
-        with np.errstate(over="ignore", invalid="ignore"):
-            cast = values.astype(dtype)
-        if not np.array_equal(np.isfinite(cast), np.isfinite(values)):
-            raise WeightFormatError(
-                f"{label(files.path)}: tensor {info.name!r} has values that {dtype} cannot hold;"
-                " use bfloat16 or float32"
-            )
-        values = cast
-    else:
-        values = np.array(values)
+    if dtype is not None:
+        values = cast(values, dtype, info.name, label(files.path))
+    values = np.array(values)  # a copy: a view would be gone with the pages
     files.release(info.name)
     return values
 

@@ -59,12 +59,8 @@ def load_folder(
         # A tokenizer may have more: an id that only the vision half of a model knows.
         config = dataclasses.replace(config, num_tokens=min(num_tokens, config.vocab_size))
     with SafetensorsFolder.open(folder) as files:
-        source = _Canonical(files, layout)
-        config, spare = _tie(config, source)
-        slots = plan(config.validate(), layout.layer_names, layout.global_names)
-        check_tensors(
-            source, slots, FLOATS.__contains__, ignored=spare.__eq__, problems=source.problems
-        )
+        source = CanonicalTensors(files, layout)
+        slots = planned(config, source)
         weights = sum(math.prod(slot.shape) for slot in slots_of(slots)) * dtype.itemsize
         check_memory(
             f"{folder.label} as {dtype.name}",
@@ -74,7 +70,22 @@ def load_folder(
         return read_plan(source, slots, lambda slot: _read(source, slot, dtype), progress)
 
 
-class _Canonical:
+def planned(config: ModelConfig, source: "CanonicalTensors") -> Params:
+    """Return where each weight of a folder lies.
+
+    Raises:
+        WeightFormatError: tensors are missing, stray, duplicate or misshapen.
+    """
+    config, spare = _tie(config, source)
+    layout = source.layout
+    slots = plan(config.validate(), layout.layer_names, layout.global_names)
+    check_tensors(
+        source, slots, FLOATS.__contains__, ignored=spare.__eq__, problems=source.problems
+    )
+    return slots
+
+
+class CanonicalTensors:
     """The tensors of a folder under the names that the family knows them by."""
 
     def __init__(self, files: SafetensorsFolder, layout: Layout):
@@ -104,7 +115,7 @@ class _Canonical:
         self._files.release(self._names[name])
 
 
-def _tie(config: ModelConfig, source: _Canonical) -> tuple[ModelConfig, str]:
+def _tie(config: ModelConfig, source: CanonicalTensors) -> tuple[ModelConfig, str]:
     """Return the configuration by what the file holds, and the name of a head that is not read.
 
     A file whose configuration ties the head to the embedding may still hold a head: an equal one is
@@ -119,7 +130,7 @@ def _tie(config: ModelConfig, source: _Canonical) -> tuple[ModelConfig, str]:
     return dataclasses.replace(config, tied_embeddings=False), ""
 
 
-def _equal(source: _Canonical, a: str, b: str) -> bool:
+def _equal(source: CanonicalTensors, a: str, b: str) -> bool:
     one, other = source.tensors[a], source.tensors[b]
     if one.shape != other.shape or one.dtype != other.dtype or one.dtype not in FLOATS:
         return False
@@ -131,7 +142,7 @@ def _equal(source: _Canonical, a: str, b: str) -> bool:
     return same
 
 
-def _read(source: _Canonical, slot: Slot, dtype: Any) -> jax.Array:
+def _read(source: CanonicalTensors, slot: Slot, dtype: Any) -> jax.Array:
     values = slot.taken(source.array(slot.tensor))
     if source.layout.norm_plus_one and slot.field.endswith("norm"):
         values = values.astype(np.float32) + np.float32(1)

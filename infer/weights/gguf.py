@@ -14,15 +14,14 @@ Gaps between tensors and bytes after the last one are accepted.
 Source: the GGUF specification (docs/gguf.md in ggml-org/ggml), versions 2 and 3, little-endian.
 """
 
-import dataclasses
 import itertools
 import math
 import mmap
+import operator
 import os
 import stat
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import struct
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Shaped, UInt8
@@ -31,7 +30,15 @@ from infer.errors import WeightFormatError
 from infer.quant.blocks import FORMATS, dequantize_numpy
 from infer.quant.formats import GGML_TYPES, REMOVED_GGML_TYPES, Format
 from infer.weights import gguf_split
-from infer.weights.gguf_metadata import CUT_SHORT, MAX_KEYS, RECONVERT, Cursor, Metadata, shown
+from infer.weights.gguf_metadata import (
+    CUT_SHORT,
+    MAX_KEYS,
+    RECONVERT,
+    Cursor,
+    Metadata,
+    TypedMetadata,
+    shown,
+)
 
 MAX_DIMS = 4  # GGML_MAX_DIMS
 DEFAULT_ALIGNMENT = 32  # GGUF_DEFAULT_ALIGNMENT
@@ -40,11 +47,9 @@ MAX_TENSORS = 1 << 17
 
 # Types that are numbers already and no weights of a model: read by `array`, never packed.
 _NUMBERS = {"I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F64": "<f8"}
-_REQUIRED: Any = object()
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Where a tensor lies in the file and what its bytes mean.
 
     `shape` is in numpy's order, slowest axis first (the file stores it the other way round);
@@ -59,7 +64,7 @@ class TensorInfo:
     part: int = 0
 
 
-class GGUFFile:
+class GGUFFile(TypedMetadata):
     """An open GGUF file: `path`, `version`, `metadata`, `tensors`, and the tensors' bytes.
 
     Of a split model these are the first file's path, version and metadata, and the tensors of all
@@ -123,7 +128,7 @@ class GGUFFile:
         """Return the first part with the tensors of all."""
         whole = parts[0]
         whole.tensors = {
-            name: dataclasses.replace(info, part=i)
+            name: info._replace(part=i)
             for i, part in enumerate(parts)
             for name, info in part.tensors.items()
         }
@@ -186,57 +191,15 @@ class GGUFFile:
         dtype = np.float32 if dtype is None else dtype
         return dequantize_numpy(raw, FORMATS[info.type_name], info.shape, dtype)
 
-    def meta_int(self, key: str, default: int = _REQUIRED) -> int:
-        """Return an integer value.
-
-        Args:
-            key: The metadata key.
-            default: Taken when the file lacks the key; without one, the key is required.
-
-        Raises:
-            WeightFormatError: The key is missing and required, or its value is of another type.
-        """
-        return self._meta(key, default, "an integer", lambda v: type(v) is int)
-
-    def meta_float(self, key: str, default: float = _REQUIRED) -> float:
-        """Return a float; an integer in the file is taken as one.  Otherwise as `meta_int`."""
-        return float(self._meta(key, default, "a number", lambda v: type(v) in (int, float)))
-
-    def meta_bool(self, key: str, default: bool = _REQUIRED) -> bool:
-        """Return a bool.  Otherwise as `meta_int`."""
-        return self._meta(key, default, "a bool", lambda v: type(v) is bool)
-
-    def meta_str(self, key: str, default: str = _REQUIRED) -> str:
-        """Return a string.  Otherwise as `meta_int`."""
-        return self._meta(key, default, "a string", lambda v: type(v) is str)
-
-    def meta_strs(self, key: str, default: list[str] = _REQUIRED) -> list[str]:
-        """Return an array of strings.  Otherwise as `meta_int`."""
-        is_list = lambda v: type(v) is list and all(type(s) is str for s in v)
-        return self._meta(key, default, "an array of strings", is_list)
-
-    def meta_ints(self, key: str, default: np.ndarray = _REQUIRED) -> np.ndarray:
-        """Return an array of integers, in the file's own width.  Otherwise as `meta_int`."""
-        return self._meta(key, default, "an array of integers", lambda v: _is_array(v, "iu"))
-
-    def meta_floats(self, key: str, default: np.ndarray = _REQUIRED) -> np.ndarray:
-        """Return an array of floats, in the file's own width.  Otherwise as `meta_int`."""
-        return self._meta(key, default, "an array of floats", lambda v: _is_array(v, "f"))
-
-    def _meta(self, key: str, default: Any, wanted: str, fits: Callable[[Any], bool]) -> Any:
-        if key not in self.metadata:
-            if default is _REQUIRED:
-                raise WeightFormatError(
-                    f"{self.path}: has no metadata {shown(key)} ({wanted}); {RECONVERT}"
-                )
-            return default
-        value = self.metadata[key]
-        if not fits(value):
-            raise WeightFormatError(
-                f"{self.path}: metadata {shown(key)} has the type {self.metadata.type_of(key)} and"
-                f" must be {wanted}; {RECONVERT}"
-            )
-        return value
+    def release(self, name: str) -> None:
+        """Let the system drop the pages that reading a tensor brought into memory."""
+        info = self._info(name)
+        data = None if self._data is None else self._data[info.part]
+        if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+            last = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                data.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -246,10 +209,6 @@ class GGUFFile:
                 f" first are {some}"
             )
         return self.tensors[name]
-
-
-def _is_array(value: Any, kinds: str) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind in kinds
 
 
 def _what_else(head: bytes) -> str:
@@ -287,25 +246,28 @@ def _read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, Tenso
     """Read the tensor infos; check that each tensor lies inside the file and shares no byte."""
     entries: dict[str, tuple[tuple[int, ...], Format, int]] = {}
     for i in range(count):
-        name = cursor.name(f"the name of tensor {i}")
+        name = cursor.tensor_name(i)
         if name in entries:
             raise cursor.refuse(f"has the tensor {shown(name)} twice")
-        entries[name] = _read_entry(cursor, f"tensor {shown(name)}", alignment)
+        entries[name] = _read_entry(cursor, name, alignment)
     data_start = -(-cursor.pos // alignment) * alignment
-    tensors = {}
+    tensors, end = {}, cursor.end
+    last, in_order = 0, True
     for name, (shape, format, offset) in entries.items():
         nbytes = math.prod(shape) // format.group * format.block_bytes  # Python ints: no wrap
         start = data_start + offset
-        if start + nbytes > cursor.end:
+        if start + nbytes > end:
             raise cursor.refuse(
                 f"tensor {shown(name)}, {format.name} of shape {shape}, ends at byte"
                 f" {start + nbytes}, and the file at {cursor.end}",
                 CUT_SHORT,
             )
-        tensors[name] = TensorInfo(
-            name=name, shape=shape, type_name=format.name, offset=start, nbytes=nbytes
-        )
-    by_offset = sorted(tensors.values(), key=lambda t: t.offset)
+        in_order &= start >= last
+        last = start + nbytes
+        tensors[name] = TensorInfo(name, shape, format.name, start, nbytes)
+    if in_order:  # one after the other, as writers lay them out
+        return tensors
+    by_offset = sorted(tensors.values(), key=operator.attrgetter("offset"))
     for a, b in itertools.pairwise(by_offset):
         if a.offset + a.nbytes > b.offset:
             raise cursor.refuse(
@@ -314,30 +276,47 @@ def _read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, Tenso
     return tensors
 
 
-def _read_entry(cursor: Cursor, what: str, alignment: int) -> tuple[tuple[int, ...], Format, int]:
+# A tensor's shape, type and offset, by its number of axes.
+_ENTRIES = [struct.Struct(f"<{num_dims}QIQ") for num_dims in range(MAX_DIMS + 1)]
+
+
+def _read_entry(cursor: Cursor, name: str, alignment: int) -> tuple[tuple[int, ...], Format, int]:
     """Read a tensor's shape (in numpy's order), format and offset; check each by itself."""
-    num_dims = cursor.u32(f"the number of axes of {what}")
+    # The hot loop of opening a file with many tensors: messages are made where they are needed.
+    num_dims = cursor.u32("a tensor's number of axes")
     if num_dims > MAX_DIMS:
-        raise cursor.refuse(f"{what} claims {num_dims} axes, and GGUF has at most {MAX_DIMS}")
-    shape = tuple(cursor.u64(f"the shape of {what}") for _ in range(num_dims))[::-1]
-    number = cursor.u32(f"the type of {what}")
+        raise cursor.refuse(
+            f"tensor {shown(name)} claims {num_dims} axes, and GGUF has at most {MAX_DIMS}"
+        )
+    entry = _ENTRIES[num_dims]
+    *dims, number, offset = entry.unpack_from(
+        cursor.data, cursor.step(entry.size, "a tensor's shape, type and offset")
+    )
+    shape = tuple(dims[::-1])
+    format = GGML_TYPES.get(number)
+    if format is None or 0 in shape or offset % alignment:
+        raise _entry_error(cursor, name, shape, number, offset, alignment)
+    if (shape[-1] if shape else 1) % format.group:
+        raise cursor.refuse(
+            f"tensor {shown(name)} is {format.name} of shape {shape}, and its rows must be whole"
+            f" blocks of {format.group}"
+        )
+    return shape, format, offset
+
+
+def _entry_error(
+    cursor: Cursor, name: str, shape: tuple[int, ...], number: int, offset: int, alignment: int
+) -> WeightFormatError:
+    """Return what is wrong with a tensor's type, shape or offset."""
+    what = f"tensor {shown(name)}"
     if number not in GGML_TYPES:
         removed = REMOVED_GGML_TYPES.get(number)
         known = f"{removed}, which ggml has removed" if removed else "which is not known"
-        raise cursor.refuse(
+        return cursor.refuse(
             f"{what} has the type {number}, {known}", "get a file of another type, such as Q8_0"
         )
-    format = GGML_TYPES[number]
     if 0 in shape:
-        raise cursor.refuse(f"{what} has the shape {shape}, and no axis may be 0")
-    if (shape[-1] if shape else 1) % format.group:
-        raise cursor.refuse(
-            f"{what} is {format.name} of shape {shape}, and its rows must be whole blocks of"
-            f" {format.group}"
-        )
-    offset = cursor.u64(f"the offset of {what}")
-    if offset % alignment:
-        raise cursor.refuse(
-            f"{what} has the offset {offset}, not a multiple of the alignment {alignment}"
-        )
-    return shape, format, offset
+        return cursor.refuse(f"{what} has the shape {shape}, and no axis may be 0")
+    return cursor.refuse(
+        f"{what} has the offset {offset}, not a multiple of the alignment {alignment}"
+    )

@@ -7,7 +7,7 @@ Source: the GGUF specification (docs/gguf.md in ggml-org/ggml).
 """
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,8 @@ MAX_STRINGS = 1 << 22  # in all arrays of a file together; an array in an array 
 MAX_KEYS = 1 << 16
 MAX_NAME_BYTES = (1 << 16) - 1
 MAX_ARRAY_DEPTH = 8
+
+_REQUIRED: Any = object()
 
 # Ways out, the second half of a message.
 DAMAGED = "the file is damaged, get it from its source again"
@@ -120,6 +122,19 @@ class Cursor:
         if "\0" in name:
             raise self.refuse(f"{what}, {shown(name)}, holds a NUL, at which other readers stop")
         return name
+
+    def tensor_name(self, index: int) -> str:
+        """Read the name of tensor number `index`, as `name` does, but quickly where all is well."""
+        start = self.pos
+        if start + 8 <= self.end:
+            start += 8
+            end = start + _U64.unpack_from(self.data, start - 8)[0]
+            if start < end <= min(self.end, start + MAX_NAME_BYTES):
+                raw = self.data[start:end]
+                if raw.isascii() and b"\0" not in raw:
+                    self.pos = end
+                    return raw.decode()
+        return self.name(f"the name of tensor {index}")
 
     def value_type(self, what: str) -> int:
         """Read a value type number and refuse one that does not exist."""
@@ -274,3 +289,66 @@ class Metadata(Mapping[str, Any]):
     def _locate(self, key: str) -> tuple[int, Cursor]:
         value_type, start, end = self._entries[key]
         return value_type, Cursor(self._path, self._data[start:end])
+
+
+class TypedMetadata:
+    """Access to metadata that checks types; `path` is what messages call the file."""
+
+    path: str
+    metadata: Metadata
+
+    def meta_int(self, key: str, default: int = _REQUIRED) -> int:
+        """Return an integer value.
+
+        Args:
+            key: The metadata key.
+            default: Taken when the file lacks the key; without one, the key is required.
+
+        Raises:
+            WeightFormatError: The key is missing and required, or its value is of another type.
+        """
+        return self._meta(key, default, "an integer", lambda v: type(v) is int)
+
+    def meta_float(self, key: str, default: float = _REQUIRED) -> float:
+        """Return a float; an integer in the file is taken as one.  Otherwise as `meta_int`."""
+        return float(self._meta(key, default, "a number", lambda v: type(v) in (int, float)))
+
+    def meta_bool(self, key: str, default: bool = _REQUIRED) -> bool:
+        """Return a bool.  Otherwise as `meta_int`."""
+        return self._meta(key, default, "a bool", lambda v: type(v) is bool)
+
+    def meta_str(self, key: str, default: str = _REQUIRED) -> str:
+        """Return a string.  Otherwise as `meta_int`."""
+        return self._meta(key, default, "a string", lambda v: type(v) is str)
+
+    def meta_strs(self, key: str, default: list[str] = _REQUIRED) -> list[str]:
+        """Return an array of strings.  Otherwise as `meta_int`."""
+        is_list = lambda v: type(v) is list and all(type(s) is str for s in v)
+        return self._meta(key, default, "an array of strings", is_list)
+
+    def meta_ints(self, key: str, default: np.ndarray = _REQUIRED) -> np.ndarray:
+        """Return an array of integers, in the file's own width.  Otherwise as `meta_int`."""
+        return self._meta(key, default, "an array of integers", lambda v: _is_array(v, "iu"))
+
+    def meta_floats(self, key: str, default: np.ndarray = _REQUIRED) -> np.ndarray:
+        """Return an array of floats, in the file's own width.  Otherwise as `meta_int`."""
+        return self._meta(key, default, "an array of floats", lambda v: _is_array(v, "f"))
+
+    def _meta(self, key: str, default: Any, wanted: str, fits: Callable[[Any], bool]) -> Any:
+        if key not in self.metadata:
+            if default is _REQUIRED:
+                raise WeightFormatError(
+                    f"{self.path}: has no metadata {shown(key)} ({wanted}); {RECONVERT}"
+                )
+            return default
+        value = self.metadata[key]
+        if not fits(value):
+            raise WeightFormatError(
+                f"{self.path}: metadata {shown(key)} has the type {self.metadata.type_of(key)} and"
+                f" must be {wanted}; {RECONVERT}"
+            )
+        return value
+
+
+def _is_array(value: Any, kinds: str) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in kinds

@@ -150,7 +150,7 @@ def write_gguf(
             path.with_name(gguf_split.part_name(stem, i, len(parts))) for i in range(len(parts))
         ]
     heads = [
-        _head(part, keys, alignment)
+        head_bytes(part, keys, alignment)
         for part, keys in zip(parts, _part_metadata(metadata, parts), strict=True)
     ]
     count = _Counter(sum(t.nbytes for t in tensors), progress)
@@ -290,7 +290,11 @@ def _padded(num_bytes: int, alignment: int) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-def _head(tensors: Sequence[GGUFTensor], metadata: Mapping[str, Any], alignment: int) -> bytes:
+def head_bytes(
+    tensors: Sequence[GGUFTensor],
+    metadata: Mapping[str, Any],
+    alignment: int = DEFAULT_ALIGNMENT,
+) -> bytes:
     """Return all bytes of a file before its first tensor's."""
     out = [b"GGUF", struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     for key, value in metadata.items():

@@ -17,7 +17,7 @@ from infer.weights.gguf import GGUFFile
 from infer.weights.slots import Progress, Slot, check_tensors, plan, read_plan, slots_of
 
 # Types that are plain numbers: they become float arrays even where quantised matrices stay packed.
-_PLAIN = ("F32", "F16", "BF16")
+PLAIN = ("F32", "F16", "BF16")
 # Room beside the weights for a small cache and the temporaries of a step, as a share of the
 # weights.
 HEADROOM = 0.15
@@ -46,22 +46,31 @@ def load_gguf(
     """
     dtype = jnp.dtype(dtype)
     with GGUFFile.open(path) as file:
-        family = family_of(file.meta_str("general.architecture"))
-        assert family.config is not None
-        config = family.config(file)
-        slots = plan(config, family.layer_names, family.global_names)
-        check_tensors(
-            file,
-            slots,
-            lambda kind: kind in FORMATS or kind in _PLAIN,
-            ignored=CONFIG_TENSORS.__contains__,
-        )
+        slots = planned(file)
         _check_memory(file, slots, dtype, packed)
         return _read(file, slots, dtype, packed, progress)
 
 
+def planned(file: GGUFFile) -> Params:
+    """Return where each weight of a file lies.
+
+    Raises:
+        WeightFormatError, ConfigError: as `load_gguf`.
+    """
+    family = family_of(file.meta_str("general.architecture"))
+    assert family.config is not None
+    slots = plan(family.config(file), family.layer_names, family.global_names)
+    check_tensors(
+        file,
+        slots,
+        lambda kind: kind in FORMATS or kind in PLAIN,
+        ignored=CONFIG_TENSORS.__contains__,
+    )
+    return slots
+
+
 def _stays_packed(type_name: str, packed: bool) -> bool:
-    return packed and type_name not in _PLAIN
+    return packed and type_name not in PLAIN
 
 
 def _check_memory(file: GGUFFile, slots: Params, dtype: jnp.dtype, packed: bool) -> None:

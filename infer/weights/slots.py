@@ -7,7 +7,7 @@ are missing, stray, misshapen or of a kind that is not read are listed in one er
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -55,6 +55,21 @@ class Slot:
         """Return the weight, given the tensor."""
         values = values.T if self.transposed else values
         return values if self.rows is None else values[self.rows]
+
+
+def stored(parts: Sequence[tuple[Slot, np.ndarray]]) -> np.ndarray:
+    """Return the tensor that holds these weights, the inverse of `Slot.taken`.
+
+    Args:
+        parts: All slots of one tensor, each with its weight.
+    """
+    first, values = parts[0]
+    if len(parts) > 1 or first.rows is not None:
+        height = sum(slot.shape[0] for slot, _ in parts)
+        values = np.empty((height, *first.shape[1:]), values.dtype)
+        for slot, part in parts:
+            values[slot.rows] = part
+    return values.T if first.transposed else values
 
 
 def plan(
