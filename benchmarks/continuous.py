@@ -96,13 +96,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
 
     def sample(share: bool) -> Callable[[], dict[str, Any]]:
-        return lambda: infer.generate(
-            model.params,
-            shared,
-            sampling=samples,
-            num_slots=options.slots,
-            share_prefixes=share,
-        ).stats
+        return lambda: (
+            infer.generate(
+                model.params,
+                shared,
+                sampling=samples,
+                num_slots=options.slots,
+                share_prefixes=share,
+            ).stats
+        )
 
     ways = dict(
         refilled=refilled,
@@ -173,8 +175,8 @@ def report(line: dict[str, Any]) -> str:
     host, share = line["refilled_over_host_loop"], line["shared_over_separate"]
     return "\n".join(
         [
-            f"{line['requests']} requests through {line['slots']} slots, one of {line['slots']} with "
-            f"{line['long']} tokens, the others with {line['short']}",
+            f"{line['requests']} requests through {line['slots']} slots, one of {line['slots']} "
+            f"with {line['long']} tokens, the others with {line['short']}",
             f"refilled {speed['refilled']:.1f} tokens/s, static {speed['static']:.1f}: "
             f"{over['median']:.2f}x [{over['least']:.2f}-{over['most']:.2f}], ideal "
             f"{line['ideal']:.1f}x",
