@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,9 @@ from infer.cli.generate import (
 from infer.cli.loading import load_model, use_compilation_cache
 from infer.cli.request import Prompt, sampling_fields, sampling_params
 from infer.errors import ConfigError
-from infer.generation import StreamState
+
+if TYPE_CHECKING:
+    from infer.generation import StreamState
 
 _COMMANDS = "/reset forgets the conversation, /exit ends (so does Ctrl-D); Ctrl-C stops a reply"
 

@@ -79,11 +79,30 @@ class FakeModel:
 
     def stream(
         self, prompt: str | list[int], sampling: Any = None, **options: Any
-    ) -> Iterator[str]:
+    ) -> "FakeStream":
         self.calls.append((prompt, sampling, options))
-        yield from ["Hel", "lo"]
-        if self.raises is not None:
-            raise self.raises
+        return FakeStream(self.raises)
+
+
+class FakeStream:
+    """Two pieces, and a state that is the same for all."""
+
+    state = "said so far"
+
+    def __init__(self, raises: BaseException | None) -> None:
+        self.pieces = iter(["Hel", "lo"])
+        self.raises = raises
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            return next(self.pieces)
+        except StopIteration:
+            if self.raises is not None:
+                raise self.raises from None
+            raise
 
 
 class Terminal:
