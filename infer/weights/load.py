@@ -90,13 +90,18 @@ def _read(
     file: GGUFFile, slots: Params, dtype: jnp.dtype, packed: bool, progress: Progress | None
 ) -> Params:
     # A tensor that several weights share is decoded once: they come one after the other.
-    decoded = functools.lru_cache(maxsize=1)(lambda name: file.array(name, np.float32))
+    decoded = functools.lru_cache(maxsize=1)(lambda name: file.array(name, np.dtype(dtype)))
 
     def read(slot: Slot) -> jnp.ndarray | QArray:
         info = file.tensors[slot.tensor]
         if _stays_packed(info.type_name, packed):
-            data = jnp.asarray(slot.taken(file.raw(slot.tensor)))
-            return QArray.create(data, FORMATS[info.type_name], slot.shape)
-        return jnp.asarray(slot.taken(decoded(slot.tensor))).astype(dtype)
+            # A copy: a view of the file would change, or end the process, when the file does.
+            data = jnp.array(slot.taken(file.raw(slot.tensor)), copy=True)
+            leaf = QArray.create(data, FORMATS[info.type_name], slot.shape)
+        else:
+            data = leaf = jnp.asarray(slot.taken(decoded(slot.tensor)))
+        data.block_until_ready()  # so that one tensor is on its way at a time
+        file.release(slot.tensor)
+        return leaf
 
     return read_plan(file, slots, read, progress)
