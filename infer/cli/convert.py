@@ -8,8 +8,6 @@ import typer
 
 from infer.cli.progress import progress_bars
 from infer.weights import bundled, hub
-from infer.weights.convert import convert as convert_weights
-from infer.weights.regroup import DTYPES
 
 
 def convert(
@@ -26,7 +24,7 @@ def convert(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help=f"{', '.join(DTYPES)} [default: as they are; bfloat16 for quantised tensors]."
+            help="float32, bfloat16, float16 [default: as they are; bfloat16 for quantised ones]."
         ),
     ] = None,
     max_shard_bytes: Annotated[
@@ -37,6 +35,8 @@ def convert(
     ] = None,
 ) -> None:
     """Write a model in another dtype or form, whole or not at all; print its weight files."""
+    from infer.weights.convert import convert as convert_weights  # imports JAX
+
     with progress_bars() as update:
         if source in bundled.known_models():
             source = str(bundled.pull(source))

@@ -20,7 +20,7 @@ from infer.config import (
 )
 from infer.errors import ConfigError
 from infer.models.checkpoint import FULL, SLIDING
-from infer.ops.rope import attention_factor, inverse_frequencies
+from infer.ops.frequencies import attention_factor, inverse_frequencies
 
 _ACTIVATIONS = {
     Activation.SILU: "silu",

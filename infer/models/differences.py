@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from infer.config import LayerConfig, ModelConfig, RopeConfig, RopeScalingKind
-from infer.ops.rope import attention_factor, inverse_frequencies
+from infer.ops.frequencies import attention_factor, inverse_frequencies
 
 # What is no part of the arithmetic: names, ids, and what is compared in a form of its own.
 _APART = ("family", "num_tokens", "bos_id", "eos_ids", "layers", "query_scale")

@@ -13,7 +13,7 @@ from infer.config import ModelConfig, Norm, RopeConfig, RopeScalingKind
 from infer.errors import ConfigError
 from infer.models.config_json import rope_of, window
 from infer.models.gguf_layout import DIVISORS, LONG_FACTORS, SHORT_FACTORS
-from infer.ops.rope import attention_factor, inverse_frequencies
+from infer.ops.frequencies import attention_factor, inverse_frequencies
 
 
 def common(config: ModelConfig) -> dict[str, Any]:

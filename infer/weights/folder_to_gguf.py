@@ -22,7 +22,7 @@ from infer.weights.folder_config import describe
 from infer.weights.gguf import GGUFFile
 from infer.weights.gguf_metadata import TypedMetadata
 from infer.weights.gguf_writer import GGUFTensor, head_bytes, write_gguf
-from infer.weights.regroup import DTYPES, Regrouped, cast, common_dtype, regroup
+from infer.weights.regroup import DTYPES, Held, Regrouped, cast, common_dtype, regroup
 from infer.weights.safetensors_writer import Progress
 from infer.weights.shards import SafetensorsFolder
 from infer.weights.slots import Slot, plan
@@ -56,32 +56,45 @@ def write_as_gguf(
         ConfigError: GGUF, or llama.cpp's names in it, cannot say what config.json says.
     """
     described = describe(folder)
-    has_tokenizer = folder.member("tokenizer.json") is not None
-    parts = parts_of_folder(folder) if has_tokenizer else None
     with SafetensorsFolder.open(folder) as files:
         source = CanonicalTensors(files, described.layout)
         old = planned(described.model, source)
         family = _gguf_family(old.config, folder.label)
         new = plan(old.config, family.layer_names, family.global_names)
         tensors = list(_tensors(source, regroup(old, new), dtype))
-        embed = next(t for t in tensors if t.name == family.global_names["embed"])
         tensors += [
             GGUFTensor.of(name, array) for name, array in gguf_keys.tensors(old.config).items()
         ]
-        metadata = {
-            "general.architecture": family.name,
-            "general.type": "model",
-            "general.name": _name(folder, parts),
-            "general.file_type": _FILE_TYPES[embed.type_name],
-        }
-        metadata |= _tokenizer_keys(parts, old.config)
-        metadata |= _model_keys(family, old.config, metadata, tensors, folder.label)
-        if parts is not None:
-            written = Tokenizer.from_gguf(_Draft(metadata, []).metadata)
-            probes.check(Tokenizer(parts), written, f"{folder.label}: as GGUF")
         return list(
-            write_gguf(target, metadata, tensors, max_part_bytes=max_part_bytes, progress=progress)
+            write_gguf(
+                target,
+                _metadata(folder, family, old.config, tensors),
+                tensors,
+                max_part_bytes=max_part_bytes,
+                progress=progress,
+            )
         )
+
+
+def _metadata(
+    folder: ModelFolder, family: Family, config: ModelConfig, tensors: list[GGUFTensor]
+) -> dict[str, Any]:
+    """Return all keys; what a reader makes of them is held against the folder."""
+    has_tokenizer = folder.member("tokenizer.json") is not None
+    parts = parts_of_folder(folder) if has_tokenizer else None
+    embed = next(t for t in tensors if t.name == family.global_names["embed"])
+    metadata = {
+        "general.architecture": family.name,
+        "general.type": "model",
+        "general.name": _name(folder, parts),
+        "general.file_type": _FILE_TYPES[embed.type_name],
+    }
+    metadata |= _tokenizer_keys(parts, config)
+    metadata |= _model_keys(family, config, metadata, tensors, folder.label)
+    if parts is not None:
+        written = Tokenizer.from_gguf(_Draft(metadata, []).metadata)
+        probes.check(Tokenizer(parts), written, f"{folder.label}: as GGUF")
+    return metadata
 
 
 class _Draft(TypedMetadata):
@@ -149,7 +162,7 @@ def _name(folder: ModelFolder, parts: Parts | None) -> str:
 def _tensors(
     source: CanonicalTensors, tensors: list[Regrouped], dtype: np.dtype | None
 ) -> Iterator[GGUFTensor]:
-    plus_one = source.layout.norm_plus_one
+    plus_one, held = source.layout.norm_plus_one, Held(source.release)
 
     def read(tensor: Regrouped, to: np.dtype) -> np.ndarray:
         adds_one = plus_one and tensor.field.endswith("norm")
@@ -158,11 +171,8 @@ def _tensors(
             values = slot.taken(source.array(slot.tensor))
             return values.astype(np.float32) + np.float32(1) if adds_one else values
 
-        # A copy: a view of the file would be gone with its pages.
-        values = np.array(cast(tensor.build(weight), to, tensor.name, source.path))
-        for name in tensor.sources:
-            source.release(name)
-        return values
+        held.swap(tensor.sources)
+        return cast(tensor.build(weight), to, tensor.name, source.path)
 
     for tensor in tensors:
         kinds = {source.tensors[name].type_name for name in tensor.sources}

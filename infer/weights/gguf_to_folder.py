@@ -20,7 +20,7 @@ from infer.tokenizer.json_export import tokenizer_config, tokenizer_json
 from infer.tokenizer.vocabulary import Vocabulary
 from infer.weights.gguf import GGUFFile
 from infer.weights.load import planned
-from infer.weights.regroup import DTYPES, Regrouped, cast, common_dtype, regroup
+from infer.weights.regroup import DTYPES, Held, Regrouped, cast, common_dtype, regroup
 from infer.weights.safetensors_writer import Entry, Progress, dtype_name, write_folder
 from infer.weights.slots import Slot, plan
 
@@ -100,11 +100,13 @@ def _described(config: ModelConfig, file: GGUFFile) -> tuple[Layout, dict[str, A
 def _entries(
     file: GGUFFile, tensors: list[Regrouped], layout: Layout, dtype: np.dtype | None
 ) -> Iterator[tuple[str, Entry]]:
+    held = Held(file.release)
     # A tensor that several weights share is decoded once: they come one after the other.
     decoded = functools.lru_cache(maxsize=1)(lambda name, to: file.array(name, to))
 
     def read(tensor: Regrouped, to: np.dtype) -> np.ndarray:
         adds_one = layout.norm_plus_one and tensor.field.endswith("norm")
+        held.swap(tensor.sources)
         # bfloat16 holds any float32; what is narrower is checked.
         first = DTYPES["float32"] if adds_one or to.name == "float16" else to
 
@@ -114,8 +116,6 @@ def _entries(
 
         values = cast(tensor.build(weight), to, tensor.name, file.path)
         decoded.cache_clear()
-        for name in tensor.sources:
-            file.release(name)
         return values
 
     for tensor in tensors:

@@ -97,10 +97,10 @@ def _read(
         if _stays_packed(info.type_name, packed):
             # A copy: a view of the file would change, or end the process, when the file does.
             data = jnp.array(slot.taken(file.raw(slot.tensor)), copy=True)
-            data.block_until_ready()
             leaf = QArray.create(data, FORMATS[info.type_name], slot.shape)
         else:
-            leaf = jnp.asarray(slot.taken(decoded(slot.tensor)))
+            data = leaf = jnp.asarray(slot.taken(decoded(slot.tensor)))
+        data.block_until_ready()  # so that one tensor is on its way at a time
         file.release(slot.tensor)
         return leaf
 

@@ -55,6 +55,21 @@ class Regrouped:
         return stored([(new, read(old)) for new, old in self.parts])
 
 
+class Held:
+    """Lets go of the pages of the tensors read before.  What was made of them may be a view of the
+    file, so they are held until it is written.
+    """
+
+    def __init__(self, release: Callable[[str], None]):
+        self._release, self._names = release, set[str]()
+
+    def swap(self, names: set[str]) -> None:
+        """Release what is held, and hold `names`."""
+        for name in self._names:
+            self._release(name)
+        self._names = names
+
+
 def regroup(old: Params, new: Params) -> list[Regrouped]:
     """Return the tensors of the plan `new`, made of those of `old`, in the order of the model."""
     parts: dict[str, list[tuple[Slot, Slot]]] = {}

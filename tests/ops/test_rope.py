@@ -5,13 +5,8 @@ import numpy as np
 import pytest
 
 from infer.config import RopeConfig, RopeScaling, RopeScalingKind
-from infer.ops.rope import (
-    apply_rope,
-    attention_factor,
-    inverse_frequencies,
-    rope_table,
-    yarn_mscale,
-)
+from infer.ops.frequencies import attention_factor, inverse_frequencies, yarn_mscale
+from infer.ops.rope import apply_rope, rope_table
 
 pytestmark = pytest.mark.kernels
 
