@@ -77,9 +77,7 @@ class FakeModel:
             },
         )
 
-    def stream(
-        self, prompt: str | list[int], sampling: Any = None, **options: Any
-    ) -> "FakeStream":
+    def stream(self, prompt: str | list[int], sampling: Any = None, **options: Any) -> "FakeStream":
         self.calls.append((prompt, sampling, options))
         return FakeStream(self.raises)
 
