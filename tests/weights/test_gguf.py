@@ -4,6 +4,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 
 import gguf
 import numpy as np
@@ -292,3 +293,16 @@ def test_rope_rows_need_pairs(heads, width):
 def test_reading_and_writing_need_no_jax():
     code = "import sys, infer.weights.gguf_writer; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
+
+
+def test_a_header_of_many_tensors_opens_quickly(tmp_path):
+    """As many tensors as are read at all; 0.5 s on an idle core."""
+    path = tmp_path / "a.gguf"
+    infos = [g.tensor_info(f"blk.{i}.ffn.weight", [8], F32, 32 * i) for i in range(1 << 17)]
+    path.write_bytes(g.gguf(infos, bytes(32 << 17)))
+    started = time.process_time()
+    with GGUFFile.open(path) as file:
+        seconds = time.process_time() - started
+        assert len(file.tensors) == 1 << 17
+        assert file.tensors["blk.131071.ffn.weight"].offset % 32 == 0
+    assert seconds < 1.5  # a loaded machine is slower
