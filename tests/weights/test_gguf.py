@@ -299,13 +299,12 @@ def test_a_header_of_many_tensors_opens_quickly(tmp_path):
     path = tmp_path / "a.gguf"
     infos = [g.tensor_info(f"blk.{i}.ffn.weight", [8], F32, 32 * i) for i in range(1 << 17)]
     path.write_bytes(g.gguf(infos, bytes(32 << 17)))
-    with GGUFFile.open(path) as file:
-        assert len(file.tensors) == 1 << 17
-        assert file.tensors["blk.131071.ffn.weight"].offset % 32 == 0
     # In a process without the run-time type checks of tests.
     code = "import sys, time; from infer.weights.gguf import GGUFFile; t = time.process_time();"
-    code += "GGUFFile.open(sys.argv[1]); print(time.process_time() - t)"
+    code += "file = GGUFFile.open(sys.argv[1]); print(time.process_time() - t, len(file.tensors))"
     done = subprocess.run(
         [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
     )
-    assert float(done.stdout) < 1.5  # a loaded machine is slower
+    seconds, count = done.stdout.split()
+    assert int(count) == 1 << 17
+    assert float(seconds) < 1.5  # a loaded machine is slower
