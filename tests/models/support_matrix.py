@@ -52,9 +52,9 @@ A dash: llama.cpp has no key that asks for it. Mistral's and Ministral's GGUF fi
 architecture `llama`; a window counts there where the file has `llama.attention.sliding_window`.
 Another architecture is refused with the list of these.
 
-`infer convert` takes each row both ways, folder to GGUF and GGUF to folder, but for the dashes. What
-it writes reads back here as it is meant; llama.cpp itself ignores the windows of Mistral, Ministral,
-Qwen 2, Phi-3 and StarCoder2.
+`infer convert` takes each row both ways, folder to GGUF and GGUF to folder, but for the dashes.
+What it writes reads back here as it is meant; llama.cpp itself ignores the windows of Mistral,
+Ministral, Qwen 2, Phi-3 and StarCoder2.
 
 Dynamic NTK and LongRoPE choose rotary frequencies by the length of a sequence. Here that is its
 planned length, prompt plus `max_tokens`, from the first token on, so that cached keys and later

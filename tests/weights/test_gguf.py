@@ -292,3 +292,19 @@ def test_rope_rows_need_pairs(heads, width):
 def test_reading_and_writing_need_no_jax():
     code = "import sys, infer.weights.gguf_writer; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
+
+
+def test_a_header_of_many_tensors_opens_quickly(tmp_path):
+    """As many tensors as are read at all; 0.5 s on an idle core."""
+    path = tmp_path / "a.gguf"
+    infos = [g.tensor_info(f"blk.{i}.ffn.weight", [8], F32, 32 * i) for i in range(1 << 17)]
+    path.write_bytes(g.gguf(infos, bytes(32 << 17)))
+    # In a process without the run-time type checks of tests.
+    code = "import sys, time; from infer.weights.gguf import GGUFFile; t = time.process_time();"
+    code += "file = GGUFFile.open(sys.argv[1]); print(time.process_time() - t, len(file.tensors))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
+    )
+    seconds, count = done.stdout.split()
+    assert int(count) == 1 << 17
+    assert float(seconds) < 1.5  # a loaded machine is slower
