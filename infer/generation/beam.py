@@ -147,6 +147,8 @@ def _step(params: Params, task: Task, s: Search) -> Search:
     logprobs = jax.nn.log_softmax(decoder.logits(params, s.hidden), axis=-1)
     vocab = logprobs.shape[-1]
     total = s.running.scores[:, :, None] + logprobs.reshape(num_prompts, num_beams, vocab)
+    # What is no number is never chosen: it would be sorted first.
+    total = jnp.where(jnp.isnan(total), -jnp.inf, total)
     # Enough for K beams to go on if every other candidate ends.
     count = max(2, 1 + task.stop_ids.shape[1]) * num_beams
     scores, index = lax.top_k(total.reshape(num_prompts, -1), min(count, num_beams * vocab))

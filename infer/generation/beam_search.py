@@ -1,7 +1,7 @@
 """`beam_search(params, prompts)`: the host form, checked, with words and text."""
 
 import functools
-import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +62,7 @@ def beam_search(
         tokenizer: encodes string prompts, decodes results, adds its end-of-sequence ids.
         num_beams: sequences kept at each step (K).
         max_tokens: most new tokens.
-        length_penalty: exponent of the length; above 0 favours longer sequences.
+        length_penalty: exponent of the length, -5 to 5; above 0 favours longer sequences.
         early_stopping: True stops at K finished sequences; False when no running beam, at its
             present length, is better than the worst of them; "never" when none could become so.
         num_return_sequences: 1 to num_beams.
@@ -74,6 +74,8 @@ def beam_search(
         RequestError: a prompt or option out of range.
         CapacityError: more memory than there is.
     """
+    if not isinstance(params, Params):
+        raise RequestError(f"params is a {type(params).__name__}; pass model.params")
     _check(num_beams, num_return_sequences, length_penalty, early_stopping, page_size)
     config = params.config
     prompt_ids = prepare.token_rows(prompts, tokenizer, prompt_lens)
@@ -81,7 +83,7 @@ def beam_search(
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
-        stop_token_ids=tuple(stop_token_ids),
+        stop_token_ids=stop_token_ids,
         ignore_eos=ignore_eos,
     )
     todo = rows.expand_rows(prompt_ids, [sampling] * len(prompt_ids), config, tokenizer)
@@ -144,7 +146,13 @@ def _words(
     assert not overflow, "the pool holds every beam on its own"
     token_ids, scores, text = [], [], []
     for g, row in enumerate(todo):
-        kept = [k for k in range(count) if best.lengths[g, k] > 0]
+        kept = [k for k in range(count) if np.isfinite(best.scores[g, k])]
+        if not kept:
+            # At the latest `max_tokens` finishes every beam.
+            raise RequestError(
+                f"prompt {g}: no sequence has a score that is a number; the model's logits are not "
+                "numbers there"
+            )
         ids = [best.tokens[g, k, : best.lengths[g, k]].tolist() for k in kept]
         token_ids.append(ids)
         scores.append([float(best.scores[g, k]) for k in kept])
@@ -171,8 +179,15 @@ def _check(
             f"num_return_sequences is {num_return_sequences!r}, must be from 1 to "
             f"num_beams, {num_beams}"
         )
-    if not isinstance(length_penalty, (int, float)) or not math.isfinite(length_penalty):
-        raise RequestError(f"length_penalty is {length_penalty!r}, must be a finite number")
-    if early_stopping not in (True, False, "never"):
+    # Past these, the power of a long length leaves float32.
+    if not isinstance(length_penalty, numbers.Real) or not -5 <= length_penalty <= 5:
+        raise RequestError(
+            f"length_penalty is {length_penalty!r:.40}, must be a number from -5 to 5"
+        )
+    if not isinstance(early_stopping, bool) and not (
+        isinstance(early_stopping, str) and early_stopping == "never"
+    ):
         raise RequestError(f"early_stopping is {early_stopping!r}, must be True, False or 'never'")
+    if not prepare.is_int(page_size):
+        raise RequestError(f"page_size is {page_size!r}, must be an integer")
     prepare.RunOptions(page_size=page_size)

@@ -84,7 +84,8 @@ class Job:
         self.params, self.rows = params, rows
         self.requests, self.caps, self.seed = requests, caps, seed
         pad_id = tokenizer.pad_id if tokenizer else None
-        self.state = start(params, requests, caps=caps, pad_id=0 if pad_id is None else pad_id)
+        self.pad_id = 0 if pad_id is None else pad_id
+        self.state = start(params, requests, caps=caps, pad_id=self.pad_id)
         self.text = None if tokenizer is None else [RowText(tokenizer, r.sampling) for r in rows]
         self.compile_s = self.ttft_s = self.decode_s = 0.0
         self.compiles = 0
@@ -250,7 +251,8 @@ class Job:
         """Return the finished job's arrays, words, text and figures."""
         paged.raise_if_overflow(self.state.cache, way_out="raise num_pages or lower max_tokens")
         out = jax.device_get(self.state.output)
-        return host_result(out, self.rows, self.text, self.params.config.vocab_size, self.stats())
+        vocab_size = self.params.config.vocab_size
+        return host_result(out, self.rows, self.text, vocab_size, self.pad_id, self.stats())
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the run so far: seconds, tokens, rates, what ran."""

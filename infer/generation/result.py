@@ -59,7 +59,12 @@ class GenerationResult:
 
 
 def host_result(
-    out: Any, rows: list[Row], text: list[RowText] | None, vocab_size: int, stats: dict[str, Any]
+    out: Any,
+    rows: list[Row],
+    text: list[RowText] | None,
+    vocab_size: int,
+    pad_id: int,
+    stats: dict[str, Any],
 ) -> GenerationResult:
     """Return the result of a finished run; `out` is its Output on the host."""
     count, width = len(rows), max(r.max_tokens for r in rows)
@@ -69,12 +74,17 @@ def host_result(
         int(i) if i < vocab_size else None for i in out.stop_reason[:count]
     ]
     words = [FINISH_WORDS[f] for f in out.finish[:count]]
-    tokens = np.array(out.tokens[:count, :width])
+    tokens, logprobs = np.array(out.tokens[:count, :width]), np.array(out.logprobs[:count, :width])
+    top_tokens = np.array(out.top_tokens[:count, :width, :asked])
+    top_logprobs = np.array(out.top_logprobs[:count, :width, :asked])
     for i, row_text in enumerate(text or []):
         if row_text.stop is not None:
             # Tokens after the one that completed the stop string were only run ahead of the text.
             lengths[i] = row_text.stop_length
             reasons[i], words[i] = row_text.stop, "stop"
+            tokens[i, lengths[i] :] = pad_id
+            for leaf in (logprobs, top_tokens, top_logprobs):
+                leaf[i, lengths[i] :] = 0
     stats = stats | {"num_output_tokens": lengths.tolist()}
     scored = [r.sampling.prompt_logprobs for r in rows]
 
@@ -93,9 +103,9 @@ def host_result(
     return GenerationResult(
         tokens=tokens,
         lengths=lengths,
-        logprobs=np.asarray(out.logprobs[:count, :width]),
-        top_tokens=np.asarray(out.top_tokens[:count, :width, :asked]),
-        top_logprobs=np.asarray(out.top_logprobs[:count, :width, :asked]),
+        logprobs=logprobs,
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs,
         finish_reason=words,
         stop_reason=reasons,
         prompt_tokens=[r.ids for r in rows],

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
+from infer.cache import paged
 from infer.errors import RequestError, WeightFormatError
 from infer.generation import prepare, rows
 from infer.generation.prefixes import Prefixes
@@ -163,19 +164,95 @@ def load_state(path: str | os.PathLike[str], params: Params) -> StreamState:
             )
         try:
             caps = _caps(json.loads(file.metadata["caps"]))
-            SamplingParams(**json.loads(file.metadata["sampling"]) | {"logit_bias": {}})
-        except (KeyError, TypeError, ValueError) as error:
-            raise WeightFormatError(f"{path}: its description is broken ({error})") from error
-        template = jax.eval_shape(lambda: _template(params, caps))
+            _check_sizes(file, caps)
+            template = jax.eval_shape(lambda: _template(params, caps))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise WeightFormatError(f"{path}: its sizes are broken ({error!r:.100})") from error
         places, structure = jax.tree_util.tree_flatten_with_path(template)
         leaves = [_leaf(file, path, jax.tree_util.keystr(at), leaf) for at, leaf in places]
         requests, state = jax.tree.unflatten(structure, leaves)
-        return StreamState(requests, state, caps, file.metadata["sampling"])
+        saved = StreamState(requests, state, caps, file.metadata.get("sampling", ""))
+    try:
+        _check_values(saved, params)
+    except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise WeightFormatError(
+            f"{path}: its values contradict each other ({error!r:.100}); save the stream again"
+        ) from error
+    return saved
 
 
 def _caps(fields: dict[str, Any]) -> Caps:
     lanes, words = Lanes(**fields.pop("lanes")), tuple(fields.pop("bad_words"))
-    return Caps(**fields, lanes=lanes, bad_words=words)
+    caps = Caps(**fields, lanes=lanes, bad_words=words)
+    optional = {"processed_logprobs", "prompt_logprobs"}
+    sizes = [v for k, v in fields.items() if k not in optional]
+    sizes += [*words, lanes.tile, lanes.num_tiles, lanes.passes]
+    if caps.prompt_logprobs is not None:
+        sizes.append(caps.prompt_logprobs)
+    if not all(prepare.is_int(size) and 0 <= size < 2**31 for size in sizes):
+        raise ValueError("a size is no number from 0 to 2**31 - 1")
+    if not isinstance(caps.processed_logprobs, bool) or caps.requests != 1 or len(words) != 2:
+        raise ValueError("these are not the sizes of one stream")
+    if min(caps.slots, caps.pages, caps.page_size, lanes.tile, lanes.num_tiles, lanes.passes) < 1:
+        raise ValueError("a size is 0")
+    return caps
+
+
+def _check_sizes(file: SafetensorsFile, caps: Caps) -> None:
+    """Compare the sizes with those of tensors that lie in the file, before any is allocated."""
+    for name, shape in {
+        "[0].prompts": (1, caps.prompt),
+        "[0].sampling.stop_ids": (1, caps.stop_ids),
+        "[0].sampling.bias": (1, caps.bias),
+        "[0].sampling.allowed": (1, caps.allowed),
+        "[0].sampling.bad_words": (1, *caps.bad_words),
+        "[1].output.tokens": (1, caps.new_tokens),
+        "[1].request": (caps.slots,),
+    }.items():
+        if tuple(file.tensors[name].shape) != shape:
+            raise ValueError(f"{name} is {list(file.tensors[name].shape)}, not {list(shape)}")
+
+
+def _check_values(saved: StreamState, params: Params) -> None:
+    """Raise unless the numbers are those of a stream: nothing that could hang the loop, or read
+    where it should not.
+    """
+    requests, state = saved.requests, jax.device_get(saved.state)
+    caps, cache, output = saved.caps, state.cache, state.output
+    vocab = params.config.vocab_size
+    most = int(saved.requests.sampling.max_tokens[0])
+    prompt, made = int(requests.prompt_lens[0]), int(output.lengths[0])
+    sampling = saved.params()
+    running, waits = bool(state.request[0] == 0), bool(state.next_request == 0)
+    known = prompt + made
+    checks = {
+        "n": sampling.n == 1,
+        "prompt": 1 <= prompt <= caps.prompt,
+        "max_tokens": 1 <= most <= caps.new_tokens,
+        "length": 0 <= made <= most,
+        "ids": _within(requests.prompts, vocab) and _within(output.tokens, vocab),
+        "last_token": _within(state.last_token, vocab),
+        "request": running or (state.request == 1).all(),
+        "others": (state.request[1:] == 1).all() and (state.held == 1).all(),
+        "source": (state.source == 2 * caps.slots).all(),
+        "generated": not running or state.num_generated[0] == made < most,
+        "finish": 0 <= output.finish[0] <= 4 and (output.finish[0] == 0) == (running or waits),
+        "queue": requests.count == 1 and state.next_request in (0, 1) and not (waits and made),
+        "cached": not running or 0 <= cache.lengths[0] < known,
+        "counters": all(0 <= count < 2**30 for count in vars(state.counters).values()),
+        "sharing": requests.parent[0] == 1 and requests.last_child[0] == -1,
+        "stop_ids": _within(saved.requests.sampling.stop_ids, vocab + 1),
+    }
+    wrong = [name for name, right in checks.items() if not right]
+    if wrong:
+        raise ValueError(f"not possible: {', '.join(wrong)}")
+    paged.check_invariants(cache)
+    if running and (paged.held_pages(cache)[0] * caps.page_size < prompt + most - 1):
+        raise ValueError("not possible: pages")
+
+
+def _within(ids: Any, most: int) -> bool:
+    return bool(np.all((np.asarray(ids) >= 0) & (np.asarray(ids) < most)))
 
 
 def _template(params: Params, caps: Caps) -> tuple[Requests, State]:

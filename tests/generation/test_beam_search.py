@@ -116,7 +116,8 @@ def test_one_beam_is_greedy_and_text_is_without_the_stop() -> None:
     [
         (dict(num_beams=0), "num_beams is 0, must be an integer from 1 to 256"),
         (dict(num_return_sequences=5), "num_return_sequences is 5, must be from 1 to num_beams, 4"),
-        (dict(length_penalty=float("nan")), "length_penalty is nan, must be a finite number"),
+        (dict(length_penalty=float("nan")), "length_penalty is nan, must be a number from -5 to 5"),
+        (dict(length_penalty=10**400), "length_penalty is 1000"),
         (dict(early_stopping="maybe"), "early_stopping is 'maybe', must be True, False or 'never'"),
         (dict(stop_token_ids=[90]), "stop_token_ids has 90"),
         (dict(max_tokens=0), "max_tokens"),
@@ -125,6 +126,14 @@ def test_one_beam_is_greedy_and_text_is_without_the_stop() -> None:
 def test_what_cannot_be_searched_is_refused(options: dict, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         infer.beam_search(tiny.llama(), [[1, 2]], **options)
+
+
+def test_a_model_that_gives_no_numbers_is_an_error_not_an_empty_answer() -> None:
+    nan = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x, tiny.llama()
+    )
+    with pytest.raises(RequestError, match="prompt 0: no sequence has a score that is a number"):
+        infer.beam_search(nan, [[1, 2, 3]], num_beams=3, max_tokens=4, stop_token_ids=(0,))
 
 
 _reorder, _own = jax.jit(paged.reorder), jax.jit(paged.own_next_page)

@@ -1,5 +1,8 @@
 """Streams that stop and go on with the same bits: from memory, from a file, with a next message."""
 
+import json
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +11,8 @@ import infer
 from infer.errors import RequestError, WeightFormatError
 from infer.generation.facade import TextStream
 from infer.sampling import SamplingParams
+from infer.weights.safetensors import SafetensorsFile
+from infer.weights.safetensors_writer import write_file
 from tests.generation.test_generate import Letters
 from tests.models import tiny
 
@@ -45,6 +50,12 @@ def test_a_stream_goes_on_with_the_same_bits(pieces: int, through_a_file: bool, 
     assert "".join(said) + "".join(_stream(state=state)) == text
     # And so is the stream it was taken from.
     assert "".join(said) + "".join(first) == text
+
+
+def test_a_stream_that_has_not_begun_goes_on_through_a_file(tmp_path) -> None:
+    infer.save_state(tmp_path / "state", _stream(PROMPT, sampling=SAMPLING).state)
+    state = infer.load_state(tmp_path / "state", tiny.llama())
+    assert "".join(_stream(state=state)) == "".join(_stream(PROMPT, sampling=SAMPLING))
 
 
 def test_a_state_is_a_pytree() -> None:
@@ -114,3 +125,70 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(WeightFormatError):
         infer.load_state(path, tiny.llama())
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("[0].prompt_lens", 2**31 - 1),
+        ("[0].prompt_lens", -5),
+        ("[1].cache.lengths", 2**31 - 1),
+        ("[1].cache.page_table", 3),
+        ("[1].num_generated", 2**31 - 1),
+        ("[1].source", -5),
+        ("[1].request", 7),
+        ("[1].output.lengths", 99),
+        ("[1].output.tokens", 2**31 - 1),
+        ("[1].counters.turns", 2**31 - 1),
+        ("[0].sampling.max_tokens", 2**31 - 1),
+    ],
+)
+def test_a_file_whose_numbers_cannot_be_is_refused(name: str, value: int, tmp_path) -> None:
+    path = _edited(tmp_path, {name: value}, {})
+    with pytest.raises(WeightFormatError, match="contradict each other"):
+        infer.load_state(path, tiny.llama())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(caps="3"),
+        dict(caps="{}"),
+        dict(slots=-1),
+        dict(requests=0),
+        dict(prompt=10**12),
+        dict(prompt=10**8),
+        dict(pages="x"),
+        dict(processed_logprobs=[1]),
+        dict(sampling="{}"),
+        dict(sampling='{"logit_bias": null}'),
+        dict(sampling='{"logit_bias": {"abc": 1}}'),
+        dict(sampling='{"n": 3, "logit_bias": {}}'),
+        dict(sampling="["),
+    ],
+    ids=str,
+)
+def test_a_file_whose_description_cannot_be_is_refused(change: dict, tmp_path) -> None:
+    path = _edited(tmp_path, {}, change)
+    with pytest.raises((WeightFormatError, RequestError)):
+        infer.load_state(path, tiny.llama())
+
+
+def _edited(folder: Path, numbers: dict[str, int], change: dict) -> Path:
+    """Return the file of a running stream with all numbers of a tensor, or metadata, changed."""
+    stream = _stream(PROMPT, sampling=SAMPLING)
+    next(stream)
+    infer.save_state(folder / "state", stream.state)
+    with SafetensorsFile.open(folder / "state") as file:
+        tensors = {name: np.array(file.array(name)) for name in file.tensors}
+        metadata = dict(file.metadata)
+    for name, value in numbers.items():
+        tensors[name] = np.full_like(tensors[name], value)
+    caps = json.loads(metadata["caps"])
+    for key, value in change.items():
+        if key in metadata:
+            metadata[key] = value
+        else:
+            metadata["caps"] = json.dumps(caps | {key: value})
+    write_file(folder / "edited", tensors, metadata)
+    return folder / "edited"
