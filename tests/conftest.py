@@ -1,6 +1,9 @@
-"""Strict arithmetic and strict shapes."""
+"""Strict arithmetic, strict shapes and one compilation cache for the whole run."""
 
+import gc
 import os
+import tempfile
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -17,14 +20,32 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep compiled programs between runs where INFER_TEST_XLA_CACHE names a folder.
-
-    Not by default: two of some thousand programs ended a worker with a segmentation fault inside
-    jaxlib 0.10.2, once as it wrote an entry and once as it read one.
+    """Share compiled programs between the workers of one run, and between runs in the same
+    checkout.
     """
-    if cache := os.environ.get("INFER_TEST_XLA_CACHE"):
-        jax.config.update("jax_compilation_cache_dir", cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    cache = os.environ.get("INFER_TEST_XLA_CACHE") or os.path.join(
+        tempfile.gettempdir(), f"infer-test-xla-{os.getuid()}-{jax.__version__}"
+    )
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@pytest.fixture(autouse=True)
+def _room_for_programs() -> Iterator[None]:
+    """Drop compiled programs before the process reaches Linux's limit of memory maps.
+
+    A program of `generate` takes about 950 maps on XLA:CPU; past 65,530 in all (vm.max_map_count)
+    XLA ends the process with a segmentation fault.
+    """
+    yield
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            count = sum(1 for _ in maps)
+    except OSError:
+        return
+    if count > 35_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
