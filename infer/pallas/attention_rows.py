@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int
@@ -20,6 +21,7 @@ from infer.pallas.triton_call import load, store
 LOG2E = 1.4426950408889634
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Side:
     """Rows of one token axis, that of queries or of keys.
@@ -31,8 +33,8 @@ class Side:
     first: Int[Array, " R"]
     stored: Int[Array, " R"]
     real: Int[Array, " R"]
-    num_tokens: int
-    longest: int  # no row stores more
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+    longest: int = dataclasses.field(metadata={"static": True})  # no row stores more
 
     def num_blocks(self, size: int) -> int:
         """Return a bound on the number of blocks of `size` tokens in all rows."""

@@ -137,7 +137,7 @@ def _kernel(
         full(jnp.exp2(sink - m_start)),
         tuple(jnp.zeros((blocks.block_queries, size), jnp.float32) for _, size in tiles),
     )
-    first, inner, outer, last = _key_blocks(block, window, blocks)
+    first, inner, outer, last = key_blocks(block, window, blocks)
     loop = lambda lower, upper, carry, masked: lax.fori_loop(
         lower, upper, functools.partial(body, masked=masked), carry
     )
@@ -178,7 +178,7 @@ def has_interior(window: int | None, block_queries: int, block_keys: int) -> boo
     return window is None or window >= block_queries + block_keys - 1
 
 
-def _key_blocks(
+def key_blocks(
     block: rows_.Block, window: int | None, blocks: FlashAttentionBlocks
 ) -> tuple[Array, ...]:
     """Return first, inner, outer, last: key blocks [first, last) have visible keys, and from inner
