@@ -8,7 +8,8 @@ computes does not depend on its neighbours.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,7 +100,14 @@ def block_table(own: Side, other: Side, size: int, *, last_first: bool) -> Int[A
     place = index - (ends - counts)[row]
     position = jnp.where(last_first, counts[row] - 1 - place, place) * size
     table = jnp.stack(
-        [own.first[row], position, own.stored[row], own.real[row], other.first[row], other.real[row]]
+        [
+            own.first[row],
+            position,
+            own.stored[row],
+            own.real[row],
+            other.first[row],
+            other.real[row],
+        ]
     )
     return jnp.where(live[None, :], table, 0)
 
@@ -113,6 +121,16 @@ class Block(NamedTuple):
     real: Array  # positions from here on are padding
     other_first: Array  # token of position 0 on the other axis
     other_real: Array  # real tokens of this row on the other axis
+
+
+class Span(NamedTuple):
+    """Blocks [lower, upper) of the other axis that a block meets; in one that is not `masked` all
+    queries see all keys.
+    """
+
+    lower: Array
+    upper: Array
+    masked: bool
 
 
 def read_block(table_ref: Any, index: Array) -> Block:
@@ -163,6 +181,23 @@ def store_heads(
         column, inside = _columns(tile, head, width)
         where = mask[:, None] if inside is None else mask[:, None] & inside
         store(ref, tokens[:, None], column, value=value.astype(ref.dtype), mask=where)
+
+
+def visible(
+    i: Array, j: Array, num_keys: Array, window: int | None, *, transposed: bool = False
+) -> Array:
+    """Return the mask [queries, keys] of what queries at i see of keys at j, or its transpose."""
+    i, j = (i[None, :], j[:, None]) if transposed else (i[:, None], j[None, :])
+    mask = (j <= i) & (j < num_keys)
+    return mask if window is None else mask & (j > i - window)
+
+
+def walk(body: Callable[..., Any], carry: Any, spans: Sequence[Span]) -> Any:
+    """Run body(step, carry, masked) over the blocks of all spans."""
+    for span in spans:
+        step = functools.partial(body, masked=span.masked)
+        carry = lax.fori_loop(span.lower, span.upper, step, carry)
+    return carry
 
 
 def tanh(x: Array) -> Array:

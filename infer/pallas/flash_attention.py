@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Float, Int
 
 from infer.pallas import attention_rows as rows_
-from infer.pallas.attention_rows import LOG2E, Rows
+from infer.pallas.attention_rows import LOG2E, Rows, Span
 from infer.pallas.triton_call import MASKED, load, store, triton_call
 
 # Where the running maximum starts: far below every score, far above MASKED times any scale, so
@@ -116,7 +116,7 @@ def _kernel(
         if softcap is not None:
             x = rows_.tanh(x * (scale / softcap))
         if masked:
-            x = jnp.where(visible(i, j, block.other_real, window), x, MASKED)
+            x = jnp.where(rows_.visible(i, j, block.other_real, window), x, MASKED)
         m_new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
         p = jnp.exp2(x * factor - m_new[:, None])
         rescale = jnp.exp2(m - m_new)
@@ -137,24 +137,13 @@ def _kernel(
         full(jnp.exp2(sink - m_start)),
         tuple(jnp.zeros((blocks.block_queries, size), jnp.float32) for _, size in tiles),
     )
-    first, inner, outer, last = key_blocks(block, window, blocks)
-    loop = lambda lower, upper, carry, masked: lax.fori_loop(
-        lower, upper, functools.partial(body, masked=masked), carry
-    )
-    if window is not None:
-        carry = loop(first, inner, carry, True)
-    if has_interior(window, blocks.block_queries, blocks.block_keys):
-        carry = loop(inner, outer, carry, False)
-        carry = loop(outer, last, carry, True)
-    m, total, acc = carry
+    m, total, acc = rows_.walk(body, carry, key_spans(block, window, blocks))
     seen = (total > 0) & (i < block.real)
     inverse = jnp.where(i < block.real, 1.0 / jnp.maximum(total, _TINY), 0.0)
     lse = jnp.where(seen, m * (1 / LOG2E) + jnp.log(jnp.maximum(total, _TINY)), MASKED)
     inside, tokens = i < block.stored, block.first + i
     store(lse_ref, head, tokens, value=lse, mask=inside)
-    rows_.store_heads(
-        o_ref, tokens, head, value_width, [a * inverse[:, None] for a in acc], inside
-    )
+    rows_.store_heads(o_ref, tokens, head, value_width, [a * inverse[:, None] for a in acc], inside)
 
 
 def sum_dots(a_tiles: tuple[Array, ...], b_tiles: tuple[Array, ...]) -> Array:
@@ -166,38 +155,24 @@ def sum_dots(a_tiles: tuple[Array, ...], b_tiles: tuple[Array, ...]) -> Array:
     return functools.reduce(jnp.add, dots)
 
 
-def visible(i: Array, j: Array, num_keys: Array, window: int | None) -> Array:
-    """Return the mask [queries, keys] of what queries at i see of keys at j."""
-    i, j = i[:, None], j[None, :]
-    mask = (j <= i) & (j < num_keys)
-    return mask if window is None else mask & (j > i - window)
-
-
-def has_interior(window: int | None, block_queries: int, block_keys: int) -> bool:
-    """Return whether a block of keys that a whole block of queries sees can exist."""
-    return window is None or window >= block_queries + block_keys - 1
-
-
-def key_blocks(
-    block: rows_.Block, window: int | None, blocks: FlashAttentionBlocks
-) -> tuple[Array, ...]:
-    """Return first, inner, outer, last: key blocks [first, last) have visible keys, and from inner
-    to outer all keys are seen by all queries.
-    """
+def key_spans(block: rows_.Block, window: int | None, blocks: FlashAttentionBlocks) -> list[Span]:
+    """Return the blocks of keys that a block of queries sees."""
     start, size = block.position, blocks.block_keys
     num_keys = jnp.where(start < block.real, block.other_real, 0)  # a block of padding sees none
     last = rows_.ceil_div(jnp.minimum(start + blocks.block_queries, num_keys), size)
+    # Up to here every key is there, and before every query.
     outer = rows_.floor_div(jnp.minimum(start + 1, num_keys), size)
     if window is None:
-        zero = jnp.int32(0)
-        return zero, zero, outer, last
+        return [Span(jnp.int32(0), outer, False), Span(outer, last, True)]
     first = rows_.floor_div(jnp.maximum(start - (window - 1), 0), size)
     first = jnp.minimum(first, last)
-    if not has_interior(window, blocks.block_queries, size):
-        return first, last, last, last
+    if window < blocks.block_queries + size - 1:  # no query block sees a key block whole
+        return [Span(first, last, True)]
+    # From here on every key is in every query's window.
     inner = rows_.ceil_div(jnp.maximum(start + blocks.block_queries - window, 0), size)
     inner = jnp.minimum(jnp.maximum(inner, first), last)
-    return first, inner, jnp.maximum(outer, inner), last
+    outer = jnp.maximum(outer, inner)
+    return [Span(first, inner, True), Span(inner, outer, False), Span(outer, last, True)]
 
 
 def forward(

@@ -30,8 +30,8 @@ from jaxtyping import Float, Int
 
 from infer.pallas import attention_rows as rows_
 from infer.pallas import flash_attention as forward_
-from infer.pallas.attention_rows import LOG2E, Rows
-from infer.pallas.flash_attention import FlashAttentionBlocks, sum_dots, visible
+from infer.pallas.attention_rows import LOG2E, Rows, Span
+from infer.pallas.flash_attention import FlashAttentionBlocks, sum_dots
 from infer.pallas.triton_call import MASKED, load, triton_call
 
 
@@ -118,7 +118,7 @@ def _dq_kernel(
         inside = j < block.other_real if masked else None
         k_tiles = rows_.load_heads(k_ref, block.other_first + j, kv_head, width, inside)
         v_tiles = rows_.load_heads(v_ref, block.other_first + j, kv_head, value_width, inside)
-        mask = visible(i, j, block.other_real, window) if masked else None
+        mask = rows_.visible(i, j, block.other_real, window) if masked else None
         p, slope = _weights(
             sum_dots(q_tiles, k_tiles), lse[:, None], mask, options.scale, options.softcap
         )
@@ -128,8 +128,8 @@ def _dq_kernel(
             a + triton.dot(ds, k, allow_tf32=False) for a, k in zip(dq, k_tiles, strict=True)
         )
 
-    edges = forward_.key_blocks(block, window, blocks)
-    dq = _walk(body, _zeros(blocks.block_queries, width), edges, window, blocks)
+    spans = forward_.key_spans(block, window, blocks)
+    dq = rows_.walk(body, _zeros(blocks.block_queries, width), spans)
     dq = [jnp.where(real[:, None], a * options.scale, 0.0) for a in dq]
     rows_.store_heads(dq_ref, tokens, head, width, dq, i < block.stored)
 
@@ -159,7 +159,7 @@ def _dkv_kernel(
     real, tokens = j < block.real, block.first + j
     k_tiles = rows_.load_heads(k_ref, tokens, kv_head, width, real)
     v_tiles = rows_.load_heads(v_ref, tokens, kv_head, value_width, real)
-    edges = _query_blocks(block, window, blocks)
+    spans = _query_spans(block, window, blocks)
 
     def one_head(member: Array, carry: Any) -> Any:
         head = kv_head * group + member
@@ -167,18 +167,14 @@ def _dkv_kernel(
         def body(step: Array, carry: Any, masked: bool) -> Any:
             dk, dv = carry
             i = step * blocks.block_queries + jnp.arange(blocks.block_queries, dtype=jnp.int32)
-            inside = i < block.other_real if masked else None
-            mine = block.other_first + i
-            other = 0.0 if masked else None
+            inside, mine = i < block.other_real, block.other_first + i
             q_tiles = rows_.load_heads(q_ref, mine, head, width, inside)
             do_tiles = rows_.load_heads(do_ref, mine, head, value_width, inside)
-            lse = load(lse_ref, head, mine, mask=inside, other=other) * LOG2E
-            delta = load(delta_ref, head, mine, mask=inside, other=other)
+            # With so high an lse the weights of queries that are not there are 0, mask or not.
+            lse = load(lse_ref, head, mine, mask=inside, other=-MASKED) * LOG2E
+            delta = load(delta_ref, head, mine, mask=inside, other=0.0)
             # All transposed: [keys, queries].
-            mask = None
-            if masked:
-                mask = (j[:, None] <= i[None, :]) & inside[None, :]
-                mask = mask if window is None else mask & (j[:, None] > i[None, :] - window)
+            mask = rows_.visible(i, j, block.real, window, transposed=True) if masked else None
             p, slope = _weights(
                 sum_dots(k_tiles, q_tiles), lse[None, :], mask, options.scale, options.softcap
             )
@@ -194,10 +190,12 @@ def _dkv_kernel(
             )
             return dk, dv
 
-        return _walk(body, carry, edges, window, blocks)
+        return rows_.walk(body, carry, spans)
 
     carry = _zeros(blocks.block_keys, width), _zeros(blocks.block_keys, value_width)
-    dk, dv = one_head(jnp.int32(0), carry) if group == 1 else lax.fori_loop(0, group, one_head, carry)
+    dk, dv = (
+        one_head(jnp.int32(0), carry) if group == 1 else lax.fori_loop(0, group, one_head, carry)
+    )
     dk = [jnp.where(real[:, None], a * options.scale, 0.0) for a in dk]
     dv = [jnp.where(real[:, None], a, 0.0) for a in dv]
     rows_.store_heads(dk_ref, tokens, kv_head, width, dk, j < block.stored)
@@ -208,43 +206,20 @@ def _zeros(num_tokens: int, width: int) -> tuple[Array, ...]:
     return tuple(jnp.zeros((num_tokens, size), jnp.float32) for _, size in rows_.tiles_of(width))
 
 
-def _walk(
-    body: Any,
-    carry: Any,
-    edges: tuple[Array, ...],
-    window: int | None,
-    blocks: FlashAttentionBlocks,
-) -> Any:
-    """Run `body` over blocks [first, last), without masks from inner to outer."""
-    first, inner, outer, last = edges
-    loop = lambda lower, upper, carry, masked: lax.fori_loop(
-        lower, upper, functools.partial(body, masked=masked), carry
-    )
-    carry = loop(first, inner, carry, True)
-    if forward_.has_interior(window, blocks.block_queries, blocks.block_keys):
-        carry = loop(inner, outer, carry, False)
-        carry = loop(outer, last, carry, True)
-    return carry
-
-
-def _query_blocks(
+def _query_spans(
     block: rows_.Block, window: int | None, blocks: FlashAttentionBlocks
-) -> tuple[Array, ...]:
-    """Return first, inner, outer, last: query blocks [first, last) see keys of this block, and from
-    inner to outer all queries see all its keys.
-    """
+) -> list[Span]:
+    """Return the blocks of queries that see a block of keys."""
     start, size = block.position, blocks.block_queries
-    num_queries = jnp.where(start < block.real, block.other_real, 0)
-    end = num_queries
+    end = jnp.where(start < block.real, block.other_real, 0)
+    first = rows_.floor_div(start, size)
     if window is not None:
+        # Masks all the way: a third loop costs more registers than the masks cost time.
         end = jnp.minimum(end, start + (blocks.block_keys - 1 + window))
+        return [Span(first, rows_.ceil_div(end, size), True)]
     last = rows_.ceil_div(end, size)
-    first = jnp.minimum(rows_.floor_div(start, size), last)
-    if not forward_.has_interior(window, size, blocks.block_keys):
-        return first, last, last, last
     inner = jnp.minimum(rows_.ceil_div(start + (blocks.block_keys - 1), size), last)
-    whole = num_queries if window is None else jnp.minimum(num_queries, start + window)
-    return first, inner, jnp.maximum(rows_.floor_div(whole, size), inner), last
+    return [Span(first, inner, True), Span(inner, last, False)]
 
 
 def backward(
@@ -326,7 +301,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _options(
-    q: Array,
+    q: Any,
     v: Array,
     scale: float,
     window: int | None,
