@@ -1,0 +1,1 @@
+"""Scripts for maintainers; a package so that tests can import them."""

@@ -1,0 +1,1 @@
+"""Compiling for GPUs on a machine without one."""

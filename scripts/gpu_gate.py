@@ -1,0 +1,209 @@
+"""Compile every kernel for GPUs that are described, not there, and keep the table of results.
+
+    python scripts/gpu_gate.py                    compile what changed since the table
+    python scripts/gpu_gate.py --all              compile everything
+    python scripts/gpu_gate.py --only paged --chip h200  some of it; the table stays
+    python scripts/gpu_gate.py --check            only compare the table with the sources
+
+A row of benchmarks/results/gate.json is one kernel, form, shape and chip: registers, spills, shared
+memory, compile time, hash of the sources, jax version.  A row fails if the kernel does not lower or
+assemble for the right architecture, if an expected kernel's name is missing, on spills, and on
+shared memory past the chip's.  Each row is compiled in its own process.
+
+Needs Python 3.12, jax with its CUDA plugin wheels, and ptxas; see docs/kernels.md.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+TABLE = ROOT / "benchmarks" / "results" / "gate.json"
+
+from scripts.gate import compile_for_gpu  # noqa: E402
+
+if "--worker" in sys.argv:  # before jax is imported
+    compile_for_gpu.prepare_environment()
+
+from tests.cases.kernels import KernelCase, all_cases  # noqa: E402
+
+Row = dict[str, Any]
+
+
+def source_hash(case: KernelCase) -> str:
+    """Return a hash of the files that make the kernel: its own, its cases', and what it imports
+    from infer/pallas.
+    """
+    digest = hashlib.sha256()
+    files = {ROOT / "tests" / "cases" / "kernels" / f"{case.kernel}.py"}
+    todo = [ROOT / "infer" / "pallas" / f"{case.kernel}.py"]
+    while todo:
+        path = todo.pop()
+        if path.exists() and path not in files:
+            files.add(path)
+            todo += _pallas_imports(path)
+    for path in sorted(files):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _pallas_imports(path: Path) -> list[Path]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("infer.pallas"):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            found += [ROOT / (name.replace(".", "/") + ".py") for name in names]
+    return found
+
+
+def key_of(row: Row) -> tuple[str, str]:
+    """Return what identifies a row."""
+    return (f"{row['kernel']} {row['form']} {row['shape']}", row["chip"])
+
+
+def compile_row(case: KernelCase, chip: str) -> Row:
+    """Compile one case for one chip in this process; return its row, "problems" in it if it
+    fails."""
+    import jax
+
+    args = jax.eval_shape(case.make, jax.eval_shape(lambda: jax.random.key(0)))
+    program = compile_for_gpu.compile_for(case.run, args, chip, donate=case.donate)
+    ours = [k for k in program.kernels if any(k.name.startswith(name) for name in case.names)]
+    limit = compile_for_gpu.shared_memory_limit(chip)
+    problems = [
+        f"no kernel is called {name}, only {sorted({k.name for k in program.kernels})}"
+        for name in case.names
+        if not any(k.name.startswith(name) for k in program.kernels)
+    ]
+    problems += [f"{k.name} spills {k.spill_bytes} bytes" for k in ours if k.spill_bytes]
+    problems += [
+        f"{k.name} asks for {k.shared_bytes} bytes of shared memory, {chip} has {limit}"
+        for k in ours
+        if k.shared_bytes > limit
+    ]
+    return {
+        "kernel": case.kernel,
+        "form": case.form,
+        "shape": case.shape,
+        "chip": chip,
+        "kernels": [
+            {
+                "name": k.name,
+                "registers": k.registers,
+                "spill_bytes": k.spill_bytes,
+                "shared_bytes": k.shared_bytes,
+                "threads": k.threads,
+            }
+            for k in ours
+        ],
+        "compile_s": round(program.lower_s + program.compile_s, 1),
+        "hash": source_hash(case),
+        "jax": jax.__version__,
+        **({"problems": problems} if problems else {}),
+    }
+
+
+def run_worker(case: KernelCase, chip: str) -> Row:
+    """Compile one row in a process of its own."""
+    command = [sys.executable, __file__, "--worker", case.name, chip]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    last = [line for line in done.stderr.splitlines() if line.strip()][-3:]
+    row: Row = {"kernel": case.kernel, "form": case.form, "shape": case.shape, "chip": chip}
+    return row | {"kernels": [], "problems": ["does not compile: " + " / ".join(last)[-1500:]]}
+
+
+def line_of(row: Row) -> str:
+    """Return a row as one line of text."""
+    kernels = ", ".join(
+        f"{k['name']} {k['registers']} registers, {k['shared_bytes'] / 1024:.0f} KiB shared"
+        for k in row["kernels"]
+    )
+    problems = "".join(f"\n    FAIL {p}" for p in row.get("problems", []))
+    return f"{row['chip']:13} {row['kernel']} {row['form']} {row['shape']}: {kernels}{problems}"
+
+
+def read_table() -> list[Row]:
+    """Return the committed rows."""
+    return json.loads(TABLE.read_text())["rows"] if TABLE.exists() else []
+
+
+def write_table(rows: list[Row]) -> None:
+    """Write the table, a row a line, whole or not at all."""
+    rows = sorted(rows, key=key_of)
+    body = ",\n".join(json.dumps(row) for row in rows)
+    temporary = TABLE.with_suffix(".tmp")
+    temporary.write_text('{"rows": [\n' + body + "\n]}\n")
+    os.replace(temporary, TABLE)
+
+
+def stale(wanted: list[tuple[KernelCase, str]], table: list[Row]) -> list[tuple[KernelCase, str]]:
+    """Return the wanted rows that the table lacks or has for other sources."""
+    have = {key_of(row): row for row in table}
+    hashes = {case.kernel: source_hash(case) for case, _ in wanted}
+
+    def fresh(case: KernelCase, chip: str) -> bool:
+        row = have.get((case.name, chip))
+        return row is not None and row["hash"] == hashes[case.kernel]
+
+    return [(case, chip) for case, chip in wanted if not fresh(case, chip)]
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="compile every row")
+    parser.add_argument("--check", action="store_true", help="compile nothing; fail on stale rows")
+    parser.add_argument("--only", default="", help="rows whose name contains this; no table")
+    parser.add_argument("--chip", default="", help="rows of this chip; no table is written")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    cases = all_cases()
+    if args.worker:
+        case = next(c for c in cases if c.name == args.worker[0])
+        print(json.dumps(compile_row(case, args.worker[1])))
+        return 0
+    wanted = [
+        (case, chip)
+        for case in cases
+        for chip in case.chips
+        if args.only in case.name and args.chip in chip
+    ]
+    partial = bool(args.only or args.chip)
+    table = read_table()
+    todo = wanted if args.all or partial else stale(wanted, table)
+    if args.check:
+        print(f"gate: {len(wanted)} rows, {len(todo)} of them stale")
+        for case, chip in todo:
+            print(f"  {chip} {case.name}: run `make gate` and commit {TABLE.relative_to(ROOT)}")
+        return 1 if todo else 0
+    lack = compile_for_gpu.missing()
+    if lack:
+        print(f"gate: cannot compile here, {lack}", file=sys.stderr)
+        return 2
+    new = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for row in pool.map(lambda pair: run_worker(*pair), todo):
+            print(line_of(row), flush=True)
+            new.append(row)
+    failed = [row for row in new if "problems" in row]
+    if not partial:
+        names = {(case.name, chip) for case, chip in wanted}
+        rows = {key_of(row): row for row in [*table, *new] if key_of(row) in names}
+        write_table([row for row in rows.values() if "problems" not in row])  # only what passed
+    print(f"gate: {len(wanted)} rows, {len(new)} compiled, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
