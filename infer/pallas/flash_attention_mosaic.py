@@ -38,16 +38,16 @@ from infer.pallas.mosaic_call import TILE_ROWS, WARPGROUP, WARPGROUP_ROWS, mosai
 
 
 def _kernel(
-    *refs: Any, scores: Scores, num_keys: int, num_tiles: int, with_sinks: bool, interpret: bool
+    *refs: Any, scores: Scores, group: int, num_keys: int, with_sinks: bool, interpret: bool
 ) -> None:
-    # inputs: [B, T, N, H], [B, S, K, H], [B, S, K, H], sinks [N] or none
+    # inputs: [B, T, N H], [B, S, K H], [B, S, K H of values], sinks [N] or none
     q_ref, k_ref, v_ref, *refs = refs
     sinks_ref, *refs = refs if with_sinks else (None, *refs)
-    # outputs: [B, T, N, H], [B, N, T]
+    # outputs: [B, T, N H of values], [B, N, T]
     o_ref, lse_ref, *scratch = refs
     shared = Shared(*scratch)
     head, batch = lax.axis_index("heads"), lax.axis_index("batch")
-    first = (num_tiles - 1 - lax.axis_index("tiles")) * BLOCK_Q
+    first = (lax.axis_size("tiles") - 1 - lax.axis_index("tiles")) * BLOCK_Q
     end = jnp.int32(num_keys)
     block_k = shared.k.shape[1]
     keys = KeyRange.of(first, end, scores.window, block_k)
@@ -55,11 +55,12 @@ def _kernel(
 
     @pl.when(warpgroup == PRODUCER)
     def _() -> None:
-        kv_head = lax.div(head, jnp.int32(q_ref.shape[2] // k_ref.shape[2]))
+        kv_head = lax.div(head, jnp.int32(group))
 
         def fetch(source: Any, target: Any, loaded: Any, block: Array, slot: Array) -> None:
-            rows = source.at[batch, pl.ds(block * block_k, block_k), kv_head]
-            plgpu.copy_gmem_to_smem(rows, target.at[slot], loaded.at[slot])
+            rows = pl.ds(block * block_k, block_k)
+            source = source.at[batch, rows, _columns(kv_head, target.shape[2])]
+            plgpu.copy_gmem_to_smem(source, target.at[slot], loaded.at[slot])
 
         produce(
             keys,
@@ -72,19 +73,25 @@ def _kernel(
     def _() -> None:
         me = warpgroup
         rows = pl.ds(first + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], shared.q.at[me], shared.q_loaded.at[me])
+        source = q_ref.at[batch, rows, _columns(head, shared.q.shape[2])]
+        plgpu.copy_gmem_to_smem(source, shared.q.at[me], shared.q_loaded.at[me])
         sink = None if sinks_ref is None else sinks_ref[head]
         o, lse = consume(
             keys, first, end, scores, sink, shared, stale_values=False, interpret=interpret
         )
-        # q is not read any more: its memory takes the output.
-        out = shared.q.at[me, :, pl.ds(0, o.shape[1])]
+        # q is not read any more: its memory takes an output of the same width.
+        out = (shared.q if shared.o is None else shared.o).at[me]
         out[...] = o.astype(out.dtype)
         shared.lse.at[me][...] = lse
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, o_ref.at[batch, rows, head])
+        plgpu.copy_smem_to_gmem(out, o_ref.at[batch, rows, _columns(head, o.shape[1])])
         plgpu.copy_smem_to_gmem(shared.lse.at[me], lse_ref.at[batch, head, rows])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _columns(head: Array, width: int) -> Any:
+    """Return a head's columns.  Heads and width are one axis, as TMA of a tile has 5 in all."""
+    return pl.ds(head * width, width)
 
 
 def flash_attention_mosaic(
@@ -129,37 +136,40 @@ def flash_attention_mosaic(
             "give a divisor as key/value heads"
         )
     check_attention("flash_attention", q, k, v, blocks)
-    q, k, v = (_whole_tiles(x) for x in (q, k, v))
+    value_width = v.shape[-1]
+    q_BTX, k_BSX, v_BSX = (_whole_tiles(x.reshape(*x.shape[:2], -1)) for x in (q, k, v))
     num_tiles = -(-num_queries // BLOCK_Q)
     kernel = functools.partial(
         _kernel,
         scores=Scores(scale=scale, window=window, softcap=softcap),
+        group=num_heads // k.shape[2],
         num_keys=num_keys,
-        num_tiles=num_tiles,
         with_sinks=sinks is not None,
         interpret=interpret,
     )
     o, lse = mosaic_call(
         kernel,
-        *(q, k, v) if sinks is None else (q, k, v, sinks.astype(jnp.float32)),
+        *(q_BTX, k_BSX, v_BSX),
+        *() if sinks is None else (sinks.astype(jnp.float32),),
         name="flash_attention_mosaic",
         grid={"heads": num_heads, "batch": batch, "tiles": num_tiles},
         out_shape=[
-            jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype),
+            jax.ShapeDtypeStruct((*q_BTX.shape[:2], num_heads * value_width), q.dtype),
             # Whole tiles: TMA needs strides of 16 bytes.
             jax.ShapeDtypeStruct((batch, num_heads, num_tiles * BLOCK_Q), jnp.float32),
         ],
-        scratch=shared_memory(blocks, width, v.shape[-1], q.dtype),
+        scratch=shared_memory(blocks, width, value_width, q.dtype),
         num_warpgroups=NUM_CONSUMERS + 1,
         interpret=interpret,
     )
-    return o[:, :num_queries], lse[:, :, :num_queries]
+    o = o[:, :num_queries].reshape(batch, num_queries, num_heads, value_width)
+    return o, lse[:, :, :num_queries]
 
 
 def _whole_tiles(x: Array) -> Array:
     """Return x [B, T, ...] with T padded to tiles of shared memory; a no-op for most lengths."""
     pad = -x.shape[1] % TILE_ROWS
-    return jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) if pad else x
+    return jnp.pad(x, ((0, 0), (0, pad), (0, 0))) if pad else x
 
 
 def flash_attention_mosaic_reference(

@@ -44,9 +44,10 @@ BLOCK_Q = NUM_CONSUMERS * WARPGROUP_ROWS
 # exp2(-inf - m) = 0 and never meets inf - inf.
 _NOTHING_SEEN = -1e30
 _LOG2_E = math.log2(math.e)
-# Registers a thread: 2 x 240 + 24 <= 65536 / 128.  The producer only computes addresses.
-_CONSUMER_REGISTERS = 240
-_PRODUCER_REGISTERS = 24
+# Registers a thread: 2 x 232 + 40 <= 65536 / 128.  The producer only computes addresses, yet spills
+# at 24.
+_CONSUMER_REGISTERS = 232
+_PRODUCER_REGISTERS = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,8 @@ class HopperBlocks:
     def shared_bytes(self, width: int, value_width: int, itemsize: int) -> int:
         """Return the bytes of the tiles; barriers and reductions take about 3 KiB more."""
         stage = self.block_k * (width + value_width) * itemsize
-        return self.num_stages * stage + BLOCK_Q * (width * itemsize + 4)
+        tile = width if value_width == width else width + value_width
+        return self.num_stages * stage + BLOCK_Q * (tile * itemsize + 4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,21 +128,28 @@ class KeyRange:
 class Shared:
     """References to shared memory and barriers of one block of the grid."""
 
-    q: Any  # [2, 64, H], then the output
+    q: Any  # [2, 64, H]
     k: Any  # [num_stages, block_k, H]
     v: Any  # [num_stages, block_k, H of values]
     lse: Any  # [2, 64] float32
+    o: Any  # [2, 64, H of values]; None where it takes the place of q
     q_loaded: Any
     k_loaded: Any
     v_loaded: Any
     k_free: Any
     v_free: Any
     turn: Any  # of the tensor cores, one barrier a consumer
-    both: Any  # both consumers have reached the same point
+    both: Any  # both consumers have reached the same point; None where that is not needed
 
 
 def shared_memory(
-    blocks: HopperBlocks, width: int, value_width: int, dtype: Any, copies: int = 1
+    blocks: HopperBlocks,
+    width: int,
+    value_width: int,
+    dtype: Any,
+    *,
+    copies: int = 1,
+    stale_values: bool = False,
 ) -> list[Any]:
     """Return the scratch that `Shared` names, in its order.
 
@@ -150,6 +159,7 @@ def shared_memory(
         value_width: of values.
         dtype: of all three.
         copies: TMA copies that fill a slot of K, and as many of V.
+        stale_values: see `consume`.
     """
     slots = {"num_barriers": blocks.num_stages}
     return [
@@ -157,13 +167,16 @@ def shared_memory(
         tile((blocks.num_stages, blocks.block_k, width), dtype),
         tile((blocks.num_stages, blocks.block_k, value_width), dtype),
         plgpu.SMEM((NUM_CONSUMERS, WARPGROUP_ROWS), jnp.float32),
+        None
+        if value_width == width
+        else tile((NUM_CONSUMERS, WARPGROUP_ROWS, value_width), dtype),
         plgpu.Barrier(num_barriers=NUM_CONSUMERS),
         plgpu.Barrier(num_arrivals=copies, **slots),
         plgpu.Barrier(num_arrivals=copies, **slots),
         plgpu.Barrier(num_arrivals=NUM_CONSUMERS, **slots),
         plgpu.Barrier(num_arrivals=NUM_CONSUMERS, **slots),
         plgpu.Barrier(num_barriers=NUM_CONSUMERS),
-        plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
+        plgpu.Barrier(num_arrivals=NUM_CONSUMERS) if stale_values else None,
     ]
 
 
