@@ -85,7 +85,7 @@ def _kernel(
         shared.lse.at[me][...] = lse
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out, o_ref.at[batch, rows, _columns(head, o.shape[1])])
-        plgpu.copy_smem_to_gmem(shared.lse.at[me], lse_ref.at[batch, head, rows])
+        plgpu.copy_smem_to_gmem(shared.lse.at[me], lse_ref.at[batch * lax.axis_size("heads") + head, rows])
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -156,14 +156,14 @@ def flash_attention_mosaic(
         out_shape=[
             jax.ShapeDtypeStruct((*q_BTX.shape[:2], num_heads * value_width), q.dtype),
             # Whole tiles: TMA needs strides of 16 bytes.
-            jax.ShapeDtypeStruct((batch, num_heads, num_tiles * BLOCK_Q), jnp.float32),
+            jax.ShapeDtypeStruct((batch * num_heads, num_tiles * BLOCK_Q), jnp.float32),
         ],
         scratch=shared_memory(blocks, width, value_width, q.dtype),
         num_warpgroups=NUM_CONSUMERS + 1,
         interpret=interpret,
     )
     o = o[:, :num_queries].reshape(batch, num_queries, num_heads, value_width)
-    return o, lse[:, :, :num_queries]
+    return o, lse.reshape(batch, num_heads, -1)[:, :, :num_queries]
 
 
 def _whole_tiles(x: Array) -> Array:

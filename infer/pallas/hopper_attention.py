@@ -249,12 +249,12 @@ def consume(
     take_turn = lambda: plgpu.barrier_wait(shared.turn.at[me])
 
     def masked(s: Array, block: Array) -> Array:
-        column = block * block_k
-        ahead = iota(tile_shape, 1) - iota(tile_shape, 0)  # of the key, from tile corner to corner
-        seen = ahead <= row - column
+        # Bounds a row, two values a thread; a mask of differences would be 64 hoisted registers.
+        position = row - block * block_k + iota((WARPGROUP_ROWS,), 0)
+        key = iota(tile_shape, 1)
+        seen = key <= across(jnp.minimum(position, end - 1 - block * block_k), tile_shape)
         if scores.window is not None:
-            seen = seen & (ahead > row - column - scores.window)
-        seen = seen & (iota(tile_shape, 1) < end - column)
+            seen = seen & (key > across(position - scores.window, tile_shape))
         return jnp.where(seen, s, -jnp.inf)
 
     def step(block: Array, carry: tuple[Array, ...], *, clear: bool) -> tuple[Array, ...]:

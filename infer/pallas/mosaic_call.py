@@ -107,21 +107,23 @@ def add_product(acc: Array, a: Array, b_ref: Any, *, interpret: bool) -> Array:
 
 
 def full(shape: tuple[int, ...], value: Any) -> Array:
-    """Return float32 registers [m, n] or, with n = 0 left out, [m], laid out as wgmma's results."""
-    layout = plgpu.Layout.WGMMA
-    return plgpu.layout_cast(
-        jnp.full(shape, value, jnp.float32), layout if len(shape) == 2 else layout.reduce(1)
-    )
+    """Return float32 registers [m, n] or [m], laid out as wgmma's results or their rows."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), _layout(shape))
 
 
-def iota(shape: tuple[int, int], axis: int) -> Array:
-    """Return int32 indices along `axis`, laid out as wgmma's results."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+def iota(shape: tuple[int, ...], axis: int) -> Array:
+    """Return int32 indices along `axis` of [m, n] or [m], laid out like `full`."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_layout(shape))
 
 
 def across(rows: Array, shape: tuple[int, int]) -> Array:
     """Return [m] repeated along the columns of `shape`."""
     return jax.lax.broadcast_in_dim(rows, shape, (0,))
+
+
+def _layout(shape: tuple[int, ...]) -> Any:
+    layout = plgpu.Layout.WGMMA
+    return layout if len(shape) == 2 else layout.reduce(1)
 
 
 def _dot(a: Array, b: Array) -> Array:
