@@ -30,11 +30,13 @@ from infer.pallas.hopper_attention import (
     Scores,
     Shared,
     check_attention,
+    columns_of,
     consume,
     produce,
     shared_memory,
+    whole_tiles,
 )
-from infer.pallas.mosaic_call import TILE_ROWS, WARPGROUP, WARPGROUP_ROWS, mosaic_call
+from infer.pallas.mosaic_call import WARPGROUP, WARPGROUP_ROWS, mosaic_call
 
 
 def _kernel(
@@ -59,7 +61,7 @@ def _kernel(
 
         def fetch(source: Any, target: Any, loaded: Any, block: Array, slot: Array) -> None:
             rows = pl.ds(block * block_k, block_k)
-            source = source.at[batch, rows, _columns(kv_head, target.shape[2])]
+            source = source.at[batch, rows, columns_of(kv_head, target.shape[2])]
             plgpu.copy_gmem_to_smem(source, target.at[slot], loaded.at[slot])
 
         produce(
@@ -73,7 +75,7 @@ def _kernel(
     def _() -> None:
         me = warpgroup
         rows = pl.ds(first + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        source = q_ref.at[batch, rows, _columns(head, shared.q.shape[2])]
+        source = q_ref.at[batch, rows, columns_of(head, shared.q.shape[2])]
         plgpu.copy_gmem_to_smem(source, shared.q.at[me], shared.q_loaded.at[me])
         sink = None if sinks_ref is None else sinks_ref[head]
         o, lse = consume(
@@ -84,14 +86,9 @@ def _kernel(
         out[...] = o.astype(out.dtype)
         shared.lse.at[me][...] = lse
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, o_ref.at[batch, rows, _columns(head, o.shape[1])])
+        plgpu.copy_smem_to_gmem(out, o_ref.at[batch, rows, columns_of(head, o.shape[1])])
         plgpu.copy_smem_to_gmem(shared.lse.at[me], lse_ref.at[batch * lax.axis_size("heads") + head, rows])
         plgpu.wait_smem_to_gmem(0)
-
-
-def _columns(head: Array, width: int) -> Any:
-    """Return a head's columns.  Heads and width are one axis, as TMA of a tile has 5 in all."""
-    return pl.ds(head * width, width)
 
 
 def flash_attention_mosaic(
@@ -130,14 +127,9 @@ def flash_attention_mosaic(
     batch, num_queries, num_heads, width = q.shape
     num_keys = k.shape[1]
     blocks = blocks or HopperBlocks.for_shape(width)
-    if num_heads % k.shape[2]:
-        raise ValueError(
-            f"flash_attention: q has {num_heads} heads, not a multiple of k's {k.shape[2]}; "
-            "give a divisor as key/value heads"
-        )
-    check_attention("flash_attention", q, k, v, blocks)
+    check_attention("flash_attention", q, k, v, k.shape[2], blocks)
     value_width = v.shape[-1]
-    q_BTX, k_BSX, v_BSX = (_whole_tiles(x.reshape(*x.shape[:2], -1)) for x in (q, k, v))
+    q_BTX, k_BSX, v_BSX = (whole_tiles(x) for x in (q, k, v))
     num_tiles = -(-num_queries // BLOCK_Q)
     kernel = functools.partial(
         _kernel,
@@ -164,12 +156,6 @@ def flash_attention_mosaic(
     )
     o = o[:, :num_queries].reshape(batch, num_queries, num_heads, value_width)
     return o, lse.reshape(batch, num_heads, -1)[:, :, :num_queries]
-
-
-def _whole_tiles(x: Array) -> Array:
-    """Return x [B, T, ...] with T padded to tiles of shared memory; a no-op for most lengths."""
-    pad = -x.shape[1] % TILE_ROWS
-    return jnp.pad(x, ((0, 0), (0, pad), (0, 0))) if pad else x
 
 
 def flash_attention_mosaic_reference(

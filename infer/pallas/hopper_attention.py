@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from infer.pallas.mosaic_call import (
     MAX_SHARED_BYTES,
+    TILE_ROWS,
     WARPGROUP,
     WARPGROUP_ROWS,
     across,
@@ -48,6 +49,8 @@ _LOG2_E = math.log2(math.e)
 # at 24.
 _CONSUMER_REGISTERS = 232
 _PRODUCER_REGISTERS = 40
+# Of reductions across warps (2 KiB) and barriers.
+_OTHER_SHARED_BYTES = 3 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class HopperBlocks:
         return cls(block_k=128 if width <= 128 else 64)
 
     def shared_bytes(self, width: int, value_width: int, itemsize: int) -> int:
-        """Return the bytes of the tiles; barriers and reductions take about 3 KiB more."""
+        """Return the bytes of the tiles."""
         stage = self.block_k * (width + value_width) * itemsize
         tile = width if value_width == width else width + value_width
         return self.num_stages * stage + BLOCK_Q * (tile * itemsize + 4)
@@ -315,14 +318,34 @@ def _clear_rows(shared: Shared, slot: Array, me: Array, kept: Array) -> None:
     plgpu.barrier_wait(shared.both)
 
 
-def check_attention(name: str, q: Any, k: Any, v: Any, blocks: HopperBlocks) -> None:
+def columns_of(head: Array, width: int) -> Any:
+    """Return a head's columns of [B, T, N H]: one axis, as TMA of a tile has 5 in all."""
+    return pl.ds(head * width, width)
+
+
+def whole_tiles(x: Array) -> Array:
+    """Return x [B, T, N, H] as [B, T, N H], T padded to tiles of TMA; most lengths need no copy."""
+    pad = -x.shape[1] % TILE_ROWS
+    x_BTX = x.reshape(*x.shape[:2], -1)
+    return jnp.pad(x_BTX, ((0, 0), (0, pad), (0, 0))) if pad else x_BTX
+
+
+def check_attention(
+    name: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    num_kv: int,
+    blocks: HopperBlocks,
+) -> None:
     """Raise for shapes that no attention has, and for those that this form does not serve.
 
     Args:
         name: of the op, for messages.
-        q: [..., N, H].
-        k: anything with the key heads' width last, and a dtype.
-        v: the same of values.
+        q: [B, T, N, H].
+        k: keys, their width last.
+        v: values; may differ from k in the width.
+        num_kv: K.
         blocks: sizes.
     """
     shapes = f"q {q.shape} {q.dtype}, k {k.shape} {k.dtype}, v {v.shape} {v.dtype}"
@@ -330,16 +353,21 @@ def check_attention(name: str, q: Any, k: Any, v: Any, blocks: HopperBlocks) -> 
         raise ValueError(f"{name}: q and k must have heads of one width; got {shapes}")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"{name}: k and v may differ in the last axis only; got {shapes}")
+    if q.shape[2] % num_kv:
+        raise ValueError(
+            f"{name}: q has {q.shape[2]} heads, not a multiple of k's {num_kv}; "
+            "give a divisor of q's as key/value heads"
+        )
     refused = f"{name} in Mosaic: {shapes}: "
-    if {jnp.dtype(x.dtype) for x in (q, k, v)} not in ({jnp.dtype("bfloat16")}, {jnp.dtype("float16")}):
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
         raise NotImplementedError(refused + "wgmma takes bfloat16 or float16, one for all three")
     width, value_width = q.shape[-1], v.shape[-1]
     if width % 16 or value_width % 16 or not value_width <= width <= 256:
         raise NotImplementedError(
-            refused + "heads must be multiples of 16 wide, up to 256, and values not wider than keys"
+            refused + "heads must be multiples of 16 wide, up to 256, values not wider than keys"
         )
     needed = blocks.shared_bytes(width, value_width, q.dtype.itemsize)
-    if needed > MAX_SHARED_BYTES - 3 * 1024:
+    if needed > MAX_SHARED_BYTES - _OTHER_SHARED_BYTES:
         raise NotImplementedError(
             refused + f"{blocks} needs {needed} bytes of shared memory; take fewer stages or keys"
         )
