@@ -15,6 +15,7 @@ one consumer computes its softmax, the other has the tensor cores: `turn` hands 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ from infer.pallas.mosaic_call import (
     iota,
     rows_times_columns,
     tile,
+    tile_columns,
 )
 
 NUM_CONSUMERS = 2
@@ -307,12 +309,19 @@ def consume(
 
 
 def _clear_rows(shared: Shared, slot: Array, me: Array, kept: Array) -> None:
-    """Write zeros over the rows of V from `kept` on, each consumer in its half of the slot."""
+    """Write zeros over the rows of V from `kept` on, a few registers at a time; the consumers share
+    the pieces.
+    """
     _, block_k, width = shared.v.shape
-    half = block_k // NUM_CONSUMERS
-    ref = shared.v.at[slot, pl.ds(me * half, half)]
-    inside = iota((half, width), 0) + me * half < kept
-    ref[...] = jnp.where(inside, ref[...], jnp.zeros((), ref.dtype))
+    shape = (WARPGROUP_ROWS, tile_columns(width, shared.v.dtype))
+    pieces = itertools.product(range(0, block_k, shape[0]), range(0, width, shape[1]))
+    for i, (row, column) in enumerate(pieces):
+
+        @pl.when(me == i % NUM_CONSUMERS)
+        def _(row: int = row, column: int = column) -> None:
+            ref = shared.v.at[slot, pl.ds(row, shape[0]), pl.ds(column, shape[1])]
+            ref[...] = jnp.where(iota(shape, 0) < kept - row, ref[...], jnp.zeros((), ref.dtype))
+
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.both)
     plgpu.barrier_wait(shared.both)

@@ -66,16 +66,21 @@ def has_interpreter() -> bool:
     return hasattr(plgpu, "InterpretGPUParams")
 
 
+def tile_columns(columns: int, dtype: Any) -> int:
+    """Return the columns of a swizzled tile: 16 to 128 bytes, a divisor of `columns`."""
+    bits = jnp.dtype(dtype).itemsize * 8
+    return plgpu.find_swizzle(columns * bits) * 8 // bits
+
+
 def tile(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return shared memory [..., rows, columns] in the layout that TMA writes and wgmma reads."""
-    bits = jnp.dtype(dtype).itemsize * 8
-    swizzle = plgpu.find_swizzle(shape[-1] * bits)
+    columns = tile_columns(shape[-1], dtype)
     return plgpu.SMEM(
         shape,
         dtype,
         transforms=(
-            plgpu.TilingTransform((TILE_ROWS, swizzle * 8 // bits)),
-            plgpu.SwizzleTransform(swizzle),
+            plgpu.TilingTransform((TILE_ROWS, columns)),
+            plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize),
         ),
     )
 
