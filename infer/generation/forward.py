@@ -10,8 +10,8 @@ from infer.cache import paged
 from infer.cache.paged import PagedCache
 from infer.config import LayerConfig
 from infer.models import decoder
-from infer.models.params import Params
 from infer.models.blocks import Turn
+from infer.models.params import Params
 from infer.ops.attention import paged_attention
 from infer.ops.rope import rope_write
 
@@ -29,7 +29,8 @@ def through_layers(
     """Write keys and values of all tokens into pages, attend, and return the residual stream and
     the cache.
 
-    `implementation` is that of the ops; None chooses.  `positions` -1 and `slots` past the end mark padding, which writes nothing.
+    `positions` -1 and `slots` past the end mark padding, which writes nothing.
+    `implementation` is that of the ops; None chooses.
     """
     config = params.config
     flat = positions.reshape(-1)
