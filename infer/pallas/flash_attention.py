@@ -39,12 +39,24 @@ _MAX_WIDTH = 256
 DTYPES = ("bfloat16", "float16", "float32")
 
 
+# block_queries, block_keys, num_warps, num_stages, by the sum of both head widths: the largest that
+# the compiler keeps without spills (scripts/gpu_gate.py).  Not timed yet.  With mma.sync, Triton
+# gives each warp 16 queries of its own; fewer queries than that and warps repeat each other.
+Sizes = tuple[tuple[int, tuple[int, int, int, int]], ...]
+_SIZES: dict[str, Sizes] = {
+    "mma": ((320, (128, 64, 8, 2)), (512, (64, 32, 8, 2))),
+    "wgmma": ((320, (128, 128, 8, 2)), (512, (128, 64, 8, 2))),
+    "tcgen05": ((320, (128, 64, 8, 2)), (512, (64, 64, 8, 2))),
+    "f32": ((128, (32, 32, 4, 1)), (256, (16, 32, 4, 1)), (512, (16, 32, 8, 1))),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlashAttentionBlocks:
     """Queries that a program owns, keys that it reads at a time, and how Triton compiles it."""
 
-    block_queries: int = 64
-    block_keys: int = 64
+    block_queries: int
+    block_keys: int
     num_warps: int = 4
     num_stages: int = 2
 
@@ -61,18 +73,30 @@ class FlashAttentionBlocks:
     ) -> "FlashAttentionBlocks":
         """Return sizes that fit the shared memory and the registers of a chip.
 
+        They do not depend on the number of tokens: a row's bits must not.
+
         Args:
             width: of a query and key head.
             value_width: of a value head.
             dtype: of q, k and v.
-            capability: the chip's compute capability; None for sizes that fit every chip.
+            capability: the chip's compute capability; None for sizes that run on every chip.
         """
-        widest = max(width, value_width)
-        if jnp.dtype(dtype) == jnp.float32:  # no tensor cores: operands stay in registers
-            return cls(block_queries=32, block_keys=32, num_stages=1)
-        if widest > 192:
-            return cls(block_queries=64, block_keys=32, num_warps=4, num_stages=2)
-        return cls(block_queries=64, block_keys=64, num_warps=4, num_stages=2)
+        return cls.of(_SIZES[family(dtype, capability)], width + value_width)
+
+    @classmethod
+    def of(cls, sizes: Sizes, widths: int) -> "FlashAttentionBlocks":
+        """Return the first sizes of the list that serve head widths of this sum."""
+        chosen = next((numbers for most, numbers in sizes if widths <= most), sizes[-1][1])
+        queries, keys, warps, stages = chosen
+        return cls(block_queries=queries, block_keys=keys, num_warps=warps, num_stages=stages)
+
+
+def family(dtype: Any, capability: tuple[int, int] | None) -> str:
+    """Return which matrix instruction Triton uses: "mma", "wgmma", "tcgen05", or "f32" for none."""
+    if jnp.dtype(dtype) == jnp.float32:
+        return "f32"
+    major = capability[0] if capability else 8
+    return {9: "wgmma", 10: "tcgen05"}.get(major, "mma")  # 12, consumer Blackwell, has mma.sync
 
 
 def _kernel(
@@ -433,5 +457,6 @@ def _heads_by_formula(
         lse = jnp.where(live, lax.stop_gradient(top) + jnp.log(total), -1e30)
         return o.astype(q.dtype), lse
 
-    o_NTH, lse_NT = lax.map(head, jnp.arange(num_heads))
+    # Checkpointed, so that gradients hold the scores of one head at a time, too.
+    o_NTH, lse_NT = lax.map(jax.checkpoint(head), jnp.arange(num_heads))
     return o_NTH.swapaxes(0, 1), lse_NT

@@ -31,8 +31,34 @@ from jaxtyping import Float, Int
 from infer.pallas import attention_rows as rows_
 from infer.pallas import flash_attention as forward_
 from infer.pallas.attention_rows import LOG2E, Rows, Span
-from infer.pallas.flash_attention import FlashAttentionBlocks, sum_dots
+from infer.pallas.flash_attention import FlashAttentionBlocks, Sizes, sum_dots
 from infer.pallas.triton_call import MASKED, load, triton_call
+
+
+# As in flash_attention.  In dk, dv it is the keys of which each warp has 16; both k and v and the two
+# sums are in registers there, hence the few queries at a time.
+_DQ_SIZES: dict[str, Sizes] = {
+    "mma": ((128, (128, 64, 8, 2)), (256, (128, 32, 8, 2)), (512, (64, 32, 8, 2))),
+    "wgmma": ((320, (128, 64, 8, 2)), (512, (128, 32, 8, 2))),
+    "tcgen05": ((320, (128, 64, 8, 2)), (512, (128, 32, 8, 2))),
+    "f32": ((512, (16, 32, 8, 1)),),
+}
+_DKV_SIZES: dict[str, Sizes] = {
+    "mma": (
+        (128, (32, 128, 8, 2)),
+        (256, (16, 128, 8, 2)),
+        (320, (16, 64, 8, 2)),
+        (512, (16, 32, 4, 2)),
+    ),
+    "wgmma": (
+        (128, (64, 128, 8, 2)),
+        (256, (32, 128, 8, 2)),
+        (320, (16, 128, 8, 2)),
+        (512, (16, 32, 4, 2)),
+    ),
+    "tcgen05": ((320, (64, 128, 8, 1)), (512, (32, 64, 8, 1))),
+    "f32": ((512, (16, 16, 4, 1)),),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +80,11 @@ class FlashAttentionBackwardBlocks:
             dtype: of q, k and v.
             capability: the chip's compute capability; None for sizes that fit every chip.
         """
-        sizes = FlashAttentionBlocks(block_queries=64, block_keys=64, num_warps=8, num_stages=2)
-        return cls(dq=sizes, dkv=sizes)
+        which = forward_.family(dtype, capability)
+        return cls(
+            dq=FlashAttentionBlocks.of(_DQ_SIZES[which], width + value_width),
+            dkv=FlashAttentionBlocks.of(_DKV_SIZES[which], width + value_width),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
