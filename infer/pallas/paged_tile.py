@@ -50,7 +50,8 @@ def rows_of_tile(tile: Array, kv_head: Array, num_tokens: int, spec: TileSpec) -
     flat = tile * spec.rows + jnp.arange(spec.rows, dtype=jnp.int32)
     group = jnp.int32(spec.group)
     ok = flat < num_tokens * spec.group
-    flat = jnp.where(ok, flat, 0)
+    # Rows that do not exist keep places of their own: the interpreter writes a masked store's old
+    # values back, and would undo a row that shared its place.
     return Rows(lax.div(flat, group), kv_head * spec.group + lax.rem(flat, group), ok)
 
 
