@@ -34,7 +34,7 @@ from infer.pallas.paged_tile import TileSpec
 from infer.pallas.triton_call import load, power_of_two, store, triton_call
 
 # Streaming multiprocessors, from the data sheets.
-_CORES = {
+CORES = {
     "a100-80gb": 108,
     "l4-24gb": 58,
     "h100-80gb": 132,
@@ -100,7 +100,7 @@ class PagedAttentionBlocks:
         sizes = cls(block_keys=block_keys)
         if split == "fixed":
             return sizes
-        want = 4 * _CORES.get(chip, 100)
+        want = 4 * CORES.get(chip, 100)
         programs = lambda keys: batch * num_kv * -(-context // keys)
         fits = [keys for keys in (1024, 512, 256) if programs(keys) >= want]
         return dataclasses.replace(sizes, split_keys=fits[0] if fits else 128)

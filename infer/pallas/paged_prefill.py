@@ -54,12 +54,16 @@ from infer.pallas.triton_call import load, power_of_two, store, triton_call
 paged_prefill_reference = paged_attention_reference
 
 
+# With instructions that multiply from shared memory, which leaves registers for wider tiles.
+_LARGE = ("h100-80gb", "h200-141gb", "b200-180gb")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedPrefillBlocks:
     """Sizes of a program's work, and how Triton compiles it."""
 
     block_rows: int = 128
-    block_keys: int = 64
+    block_keys: int = 32
     num_warps: int = 8
     num_stages: int = 2
 
@@ -72,14 +76,20 @@ class PagedPrefillBlocks:
 
     @classmethod
     def for_shape(
-        cls, *, width: int, pool_dtype: Any = jnp.bfloat16, chip: str = "h200-141gb"
+        cls, *, width: int, pool_dtype: Any = jnp.bfloat16, chip: str | None = None
     ) -> "PagedPrefillBlocks":
-        """Return sizes for heads of `width`; they depend on neither batch nor chunk."""
-        del chip  # until one has been measured
-        row_bytes = power_of_two(width, 16) * jnp.dtype(pool_dtype).itemsize
-        # Tiles of 16 KiB: queries and two stages of keys and values fit the 99 KiB of the smallest.
-        block_keys = min(64, max(16, 16384 // row_bytes))
-        return cls(block_rows=128 if width <= 128 else 64, block_keys=block_keys)
+        """Return sizes for heads of `width`; they depend on neither batch nor chunk.
+
+        Without a chip's name they are such that no chip of the gate spills registers.
+        """
+        dtype = jnp.dtype(pool_dtype)
+        if dtype == jnp.uint8:
+            return cls(block_rows=64, num_stages=1)
+        if width > 128:
+            return cls(block_rows=64)
+        if chip in _LARGE and width > 64:
+            return cls(block_keys=64)
+        return cls(block_rows=128 if dtype.itemsize > 1 else 64)
 
 
 def _prefill_kernel(*refs: Any, names: tuple[str, ...], spec: TileSpec) -> None:

@@ -76,8 +76,7 @@ def _cut(case: PagedCase, start: int, size: int) -> PagedCase:
     ("blocks", "dtype"),
     [
         (PagedAttentionBlocks(block_keys=16, split_keys=32, block_rows=16), "float32"),
-        (PagedAttentionBlocks(block_keys=16, split_keys=32, block_rows=16), "bfloat16"),
-        (BLOCKS, "float32"),
+        (BLOCKS, "bfloat16"),
     ],
 )
 def test_a_token_has_the_same_bits_in_a_chunk_of_1_7_or_64(
