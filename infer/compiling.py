@@ -6,8 +6,21 @@ compiled variants.
 """
 
 import threading
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+# Compiler options with which XLA:GPU makes the whole generation loop one CUDA graph, loops on the
+# device included: no kernel is launched and no condition read from the host.
+COMMAND_BUFFERS: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
+        ),
+        "xla_gpu_graph_min_graph_size": 1,
+    }
+)
 
 
 @dataclass

@@ -18,6 +18,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -114,12 +115,22 @@ def compile_row(case: KernelCase, chip: str) -> Row:
 def run_worker(case: KernelCase, chip: str) -> Row:
     """Compile one row in a process of its own."""
     command = [sys.executable, __file__, "--worker", case.name, chip]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=ROOT,
+        env=os.environ | {"JAX_TRACEBACK_FILTERING": "off"},
+    )
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
-    last = [line for line in done.stderr.splitlines() if line.strip()][-3:]
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    last = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)][-1:] or lines[
+        -1:
+    ]
     row: Row = {"kernel": case.kernel, "form": case.form, "shape": case.shape, "chip": chip}
-    return row | {"kernels": [], "problems": ["does not compile: " + " / ".join(last)[-1500:]]}
+    return row | {"kernels": [], "problems": ["does not compile: " + " / ".join(last)[:1500]]}
 
 
 def line_of(row: Row) -> str:
