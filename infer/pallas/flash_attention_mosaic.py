@@ -87,7 +87,9 @@ def _kernel(
         shared.lse.at[me][...] = lse
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out, o_ref.at[batch, rows, columns_of(head, o.shape[1])])
-        plgpu.copy_smem_to_gmem(shared.lse.at[me], lse_ref.at[batch * lax.axis_size("heads") + head, rows])
+        plgpu.copy_smem_to_gmem(
+            shared.lse.at[me], lse_ref.at[batch * lax.axis_size("heads") + head, rows]
+        )
         plgpu.wait_smem_to_gmem(0)
 
 

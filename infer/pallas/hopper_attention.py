@@ -171,9 +171,7 @@ def shared_memory(
         tile((blocks.num_stages, blocks.block_k, width), dtype),
         tile((blocks.num_stages, blocks.block_k, value_width), dtype),
         plgpu.SMEM((NUM_CONSUMERS, WARPGROUP_ROWS), jnp.float32),
-        None
-        if value_width == width
-        else tile((NUM_CONSUMERS, WARPGROUP_ROWS, value_width), dtype),
+        None if value_width == width else tile((NUM_CONSUMERS, WARPGROUP_ROWS, value_width), dtype),
         plgpu.Barrier(num_barriers=NUM_CONSUMERS),
         plgpu.Barrier(num_arrivals=copies, **slots),
         plgpu.Barrier(num_arrivals=copies, **slots),

@@ -34,7 +34,7 @@ from infer.pallas.paged_tile import TileSpec
 from infer.pallas.triton_call import load, power_of_two, store, triton_call
 
 # Streaming multiprocessors, from the data sheets.
-_CORES = {
+CORES = {
     "a100-80gb": 108,
     "l4-24gb": 58,
     "h100-80gb": 132,
@@ -100,7 +100,7 @@ class PagedAttentionBlocks:
         sizes = cls(block_keys=block_keys)
         if split == "fixed":
             return sizes
-        want = 4 * _CORES.get(chip, 100)
+        want = 4 * CORES.get(chip, 100)
         programs = lambda keys: batch * num_kv * -(-context // keys)
         fits = [keys for keys in (1024, 512, 256) if programs(keys) >= want]
         return dataclasses.replace(sizes, split_keys=fits[0] if fits else 128)
@@ -218,7 +218,7 @@ def paged_attention(
     blocks = blocks or PagedAttentionBlocks.for_shape(
         q.shape[0], 0, num_kv=k_pages.shape[1], width=q.shape[3], pool_dtype=k_pages.dtype
     )
-    _check(q, k_pages, v_pages, k_scales, v_scales, window)
+    check_shapes("paged_attention", q, k_pages, v_pages, k_scales, v_scales, window)
     batch, num_tokens, num_heads, width = q.shape
     num_kv, page_size = k_pages.shape[1:3]
     flat = num_tokens * num_heads // num_kv
@@ -284,7 +284,8 @@ def paged_attention(
     )
 
 
-def _check(
+def check_shapes(
+    op: str,
     q: Array,
     k_pages: Array,
     v_pages: Array,
@@ -292,18 +293,23 @@ def _check(
     v_scales: Array | None,
     window: int | None,
 ) -> None:
+    """Check what the paged ops ask of their arguments.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or a window that sees nothing.
+        NotImplementedError: a pool's dtype that kernels do not read.
+    """
     num_heads, num_kv = q.shape[2], k_pages.shape[1]
     if num_heads % num_kv:
         raise ValueError(
-            f"paged_attention: q has {num_heads} heads, not a multiple of the {num_kv} key/value "
+            f"{op}: q has {num_heads} heads, not a multiple of the {num_kv} key/value "
             "heads; every key/value head serves equally many"
         )
     if window is not None and window < 1:
         raise ValueError(
-            f"paged_attention: window is {window}; it counts the query's own key, so use 1 or "
-            "more, or None"
+            f"{op}: window is {window}; it counts the query's own key, so use 1 or more, or None"
         )
-    kv_formats.check_pools("paged_attention", k_pages, v_pages, k_scales, v_scales, q.shape[3])
+    kv_formats.check_pools(op, k_pages, v_pages, k_scales, v_scales, q.shape[3])
 
 
 def pack_tree(

@@ -50,23 +50,23 @@ def rows_of_tile(tile: Array, kv_head: Array, num_tokens: int, spec: TileSpec) -
     flat = tile * spec.rows + jnp.arange(spec.rows, dtype=jnp.int32)
     group = jnp.int32(spec.group)
     ok = flat < num_tokens * spec.group
-    flat = jnp.where(ok, flat, 0)
+    # Rows that do not exist keep places of their own: the interpreter writes a masked store's old
+    # values back, and would undo a row that shared its place.
     return Rows(lax.div(flat, group), kv_head * spec.group + lax.rem(flat, group), ok)
 
 
 def load_parts(ref: Any, indices: tuple[Any, ...], ok: Array, parts: int) -> tuple[Array, ...]:
-    """Return `ref[indices]`, rows of vectors, cut into `parts` tiles along the last axis, each
-    filled with zeros to a power of two.
-    """
+    """Return `ref[indices]`, rows of vectors, cut into `parts` tiles along the last axis."""
     width = ref.shape[-1] // parts
+    return tuple(load_columns(ref, indices, ok, part * width, width) for part in range(parts))
+
+
+def load_columns(ref: Any, indices: tuple[Any, ...], ok: Array, first: int, width: int) -> Array:
+    """Return columns first to first + width of `ref[indices]`, then zeros to a power of two."""
     h = jnp.arange(power_of_two(width, 16), dtype=jnp.int32)
     mask = ok[:, None] if h.size == width else ok[:, None] & (h < width)[None, :]
     cells = tuple(x[:, None] if jnp.ndim(x) else x for x in indices)
-    zero = jnp.zeros((), ref.dtype)
-    return tuple(
-        load(ref, *cells, (h + part * width)[None, :], mask=mask, other=zero)
-        for part in range(parts)
-    )
+    return load(ref, *cells, (h + first)[None, :], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def key_range(
@@ -139,6 +139,17 @@ class Block(NamedTuple):
     ok: Array  # [keys]: which were read
 
 
+def find_pages(
+    j: Array, start: Array, stop: Array, b: Array, table_ref: Any, num_pages: int, page_size: int
+) -> tuple[Array, Array, Array]:
+    """Return (page, slot in it, whether it may be read) of keys `j` of sequence `b`."""
+    ok = (j >= start) & (j < stop)
+    j = jnp.where(ok, j, 0)
+    size = jnp.int32(page_size)
+    page = load(table_ref, b, lax.div(j, size), mask=ok, other=jnp.int32(num_pages))
+    return page, lax.rem(j, size), ok & (page >= 0) & (page < num_pages)
+
+
 def load_block(
     j: Array,
     start: Array,
@@ -154,12 +165,8 @@ def load_block(
     nobody's, and 0 x NaN would poison the sum.
     """
     k_ref, v_ref = refs["k"], refs["v"]
-    num_pages, page_size = k_ref.shape[0], jnp.int32(k_ref.shape[2])
-    ok = (j >= start) & (j < stop)
-    j = jnp.where(ok, j, 0)
-    page = load(refs["table"], b, lax.div(j, page_size), mask=ok, other=jnp.int32(num_pages))
-    ok = ok & (page >= 0) & (page < num_pages)
-    where = (page, kv_head, lax.rem(j, page_size))
+    page, slot, ok = find_pages(j, start, stop, b, refs["table"], k_ref.shape[0], k_ref.shape[2])
+    where = (page, kv_head, slot)
     read = lambda ref: tuple(
         x for data in load_parts(ref, where, ok, 1) for x in kv_formats.unpack(data, dtype)
     )
