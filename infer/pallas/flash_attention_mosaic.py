@@ -78,9 +78,7 @@ def _kernel(
         source = q_ref.at[batch, rows, columns_of(head, shared.q.shape[2])]
         plgpu.copy_gmem_to_smem(source, shared.q.at[me], shared.q_loaded.at[me])
         sink = None if sinks_ref is None else sinks_ref[head]
-        o, lse = consume(
-            keys, first, end, scores, sink, shared, stale_values=False, interpret=interpret
-        )
+        o, lse = consume(keys, first, end, scores, sink, shared, interpret=interpret)
         # q is not read any more: its memory takes an output of the same width.
         out = (shared.q if shared.o is None else shared.o).at[me]
         out[...] = o.astype(out.dtype)

@@ -47,6 +47,7 @@ from infer.pallas.mosaic_call import (
     across,
     iota,
     mosaic_call,
+    tile_columns,
 )
 
 
@@ -72,14 +73,29 @@ def _kernel(
     def _() -> None:
         kv_head = lax.div(head, jnp.int32(group))
         fetch = functools.partial(
-            _fetch, table_ref=table_ref, batch=batch, kv_head=kv_head, num_kv=num_kv, end=end
+            _fetch_pages, table_ref=table_ref, batch=batch, head=kv_head, num_kv=num_kv, end=end
         )
-        produce(
-            keys,
-            shared,
-            functools.partial(fetch, k_ref, shared.k, shared.k_loaded),
-            functools.partial(fetch, v_ref, shared.v, shared.v_loaded),
-        )
+
+        def fetch_keys(block: Array, slot: Array) -> None:
+            fetch(k_ref, shared.k.at[slot], shared.k_loaded.at[slot], block)
+
+        def fetch_values(block: Array, slot: Array) -> None:
+            v, loaded = shared.v.at[slot], shared.v_loaded.at[slot]
+            kept = end - block * v.shape[0]
+
+            @pl.when(kept >= v.shape[0])
+            def _() -> None:
+                fetch(v_ref, v, loaded, block)
+
+            @pl.when(kept < v.shape[0])
+            def _() -> None:
+                fetch(v_ref, v, shared.v_raw, block)
+                plgpu.barrier_wait(shared.v_raw)
+                _clear_rows(v, kept)
+                for _ in range(v.shape[0] // v_ref.shape[1]):
+                    plgpu.barrier_arrive(loaded)
+
+        produce(keys, shared, fetch_keys, fetch_values)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _() -> None:
@@ -88,9 +104,7 @@ def _kernel(
         source = q_ref.at[batch, rows, columns_of(head, shared.q.shape[2])]
         plgpu.copy_gmem_to_smem(source, shared.q.at[me], shared.q_loaded.at[me])
         sink = None if sinks_ref is None else sinks_ref[head]
-        o, _ = consume(
-            keys, first, end, scores, sink, shared, stale_values=True, interpret=interpret
-        )
+        o, _ = consume(keys, first, end, scores, sink, shared, interpret=interpret)
         position = iota((WARPGROUP_ROWS,), 0) + (first + me * WARPGROUP_ROWS)
         o = jnp.where(across(position, o.shape) < end, o, 0.0)
         out = (shared.q if shared.o is None else shared.o).at[me]
@@ -100,33 +114,45 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _fetch(
+def _fetch_pages(
     pool: Any,
     target: Any,
     loaded: Any,
     block: Array,
-    slot: Array,
     *,
     table_ref: Any,
     batch: Array,
-    kv_head: Array,
+    head: Array,
     num_kv: int,
     end: Array,
 ) -> None:
-    """Copy the pages of one block of keys, or of values, into their rows of the slot."""
+    """Copy the pages of one block of keys, or of values, into their rows of `target`."""
     page_size = pool.shape[1]
     last = jnp.int32(table_ref.shape[1] - 1)
     nowhere = jnp.int32(pool.shape[0] // num_kv)
-    pages_per_block = target.shape[1] // page_size
+    pages_per_block = target.shape[0] // page_size
     for i in range(pages_per_block):
         index = block * pages_per_block + i
         page = table_ref[batch, jnp.minimum(index, last)]
         page = jnp.where((index <= last) & (index * page_size < end), page, nowhere)
-        plgpu.copy_gmem_to_smem(
-            pool.at[page * num_kv + kv_head],
-            target.at[slot, pl.ds(i * page_size, page_size)],
-            loaded.at[slot],
-        )
+        rows = pl.ds(i * page_size, page_size)
+        plgpu.copy_gmem_to_smem(pool.at[page * num_kv + head], target.at[rows], loaded)
+
+
+def _clear_rows(ref: Any, kept: Array) -> None:
+    """Write zeros over the rows of `ref` from `kept` on, in pieces that few registers hold."""
+    rows, columns = ref.shape
+    shape = (WARPGROUP_ROWS, tile_columns(columns, ref.dtype))
+    for row in range(0, rows, shape[0]):
+
+        @pl.when(kept < row + shape[0])
+        def _(row: int = row) -> None:
+            inside = iota(shape, 0) < kept - row
+            for column in range(0, columns, shape[1]):
+                piece = ref.at[pl.ds(row, shape[0]), pl.ds(column, shape[1])]
+                piece[...] = jnp.where(inside, piece[...], jnp.zeros((), ref.dtype))
+
+    plgpu.commit_smem()
 
 
 def paged_prefill_mosaic(
