@@ -26,6 +26,7 @@ def _case(model: str, rows: int, width: int, activation: str) -> KernelCase:
     )
 
 
+SMOKE = _case("tiny", 3, 100, "silu")
 CASES = (
     _case("llama-3-8b", 32, 14336, "silu"),
     _case("llama-3-8b", 4096, 14336, "silu"),

@@ -42,6 +42,7 @@ def _case(model: str, tokens: int, heads: int, kv: int, width: int) -> KernelCas
     )
 
 
+SMOKE = _case("tiny", 3, 4, 2, 32)
 CASES = (
     _case("llama-3-8b", 32, 32, 8, 128),
     _case("llama-3-8b", 2048, 32, 8, 128),

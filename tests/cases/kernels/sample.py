@@ -37,6 +37,7 @@ def _case(model: str, rows: int, vocab: int) -> KernelCase:
     )
 
 
+SMOKE = _case("tiny", 4, 300)
 CASES = (
     _case("llama-3", 32, 128256),
     _case("qwen-3", 256, 151936),
