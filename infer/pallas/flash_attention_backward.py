@@ -34,11 +34,15 @@ from infer.pallas.attention_rows import LOG2E, Rows, Span
 from infer.pallas.flash_attention import FlashAttentionBlocks, Sizes, sum_dots
 from infer.pallas.triton_call import MASKED, load, triton_call
 
-
-# As in flash_attention.  In dk, dv it is the keys of which each warp has 16; both k and v and the two
-# sums are in registers there, hence the few queries at a time.
+# As in flash_attention.  In dk, dv it is the keys of which each warp has 16; k, v and the two sums
+# are all in registers there, hence the few queries at a time.
 _DQ_SIZES: dict[str, Sizes] = {
-    "mma": ((128, (128, 64, 8, 2)), (256, (128, 32, 8, 2)), (512, (64, 32, 8, 2))),
+    "mma": (
+        (128, (128, 64, 8, 2)),
+        (256, (128, 32, 8, 2)),
+        (320, (64, 16, 4, 2)),
+        (512, (32, 32, 4, 2)),
+    ),
     "wgmma": ((320, (128, 64, 8, 2)), (512, (128, 32, 8, 2))),
     "tcgen05": ((320, (128, 64, 8, 2)), (512, (128, 32, 8, 2))),
     "f32": ((512, (16, 32, 8, 1)),),
@@ -47,7 +51,6 @@ _DKV_SIZES: dict[str, Sizes] = {
     "mma": (
         (128, (32, 128, 8, 2)),
         (256, (16, 128, 8, 2)),
-        (320, (16, 64, 8, 2)),
         (512, (16, 32, 4, 2)),
     ),
     "wgmma": (
@@ -290,9 +293,7 @@ def backward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(
-    q: Array, k: Array, v: Array, sinks: Array, rows: Rows, options: _Options
-) -> tuple[Array, Array]:
+def _attention(q: Array, k: Array, v: Array, sinks: Array, rows: Rows, options: _Options) -> Any:
     return forward_.forward(
         q,
         k,
