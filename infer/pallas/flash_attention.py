@@ -167,8 +167,9 @@ def _kernel(
         tuple(jnp.zeros((blocks.block_queries, size), jnp.float32) for _, size in tiles),
     )
     m, total, acc = rows_.walk(body, carry, key_spans(block, window, blocks))
-    seen = (total > 0) & (i < block.real)
-    inverse = jnp.where(i < block.real, 1.0 / jnp.maximum(total, _TINY), 0.0)
+    oldest = 0 if window is None else i - (window - 1)
+    seen = (i < block.real) & (oldest < block.other_real)
+    inverse = jnp.where(seen, 1.0 / jnp.maximum(total, _TINY), 0.0)
     lse = jnp.where(seen, m * (1 / LOG2E) + jnp.log(jnp.maximum(total, _TINY)), MASKED)
     inside, tokens = i < block.stored, block.first + i
     store(lse_ref, head, tokens, value=lse, mask=inside)
