@@ -7,35 +7,29 @@ token axis.  Blocks are counted from each row's own first token, never from the 
 computes does not depend on its neighbours.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int
 
 from infer.pallas.triton_call import load, store
+from infer.pytree import Leaf, pytree_dataclass, static
 
 LOG2E = 1.4426950408889634
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class Side:
-    """Rows of one token axis, that of queries or of keys.
+    """Rows of one token axis, that of queries or of keys."""
 
-    `first` is each row's first token, `stored` how many tokens of output it has, `real` how many
-    of them are real (the rest are padding).
-    """
-
-    first: Int[Array, " R"]
-    stored: Int[Array, " R"]
-    real: Int[Array, " R"]
-    num_tokens: int = dataclasses.field(metadata={"static": True})
-    longest: int = dataclasses.field(metadata={"static": True})  # no row stores more
+    first: Leaf  # int32 [R], each row's first token
+    stored: Leaf  # int32 [R], tokens of output that it has
+    real: Leaf  # int32 [R], how many of them are real; the rest are padding
+    num_tokens: int = static()
+    longest: int = static()  # no row stores more
 
     def num_blocks(self, size: int) -> int:
         """Return a bound on the number of blocks of `size` tokens in all rows."""

@@ -46,7 +46,12 @@ Sizes = tuple[tuple[int, tuple[int, int, int, int]], ...]
 _SIZES: dict[str, Sizes] = {
     "mma": ((320, (128, 64, 8, 2)), (512, (64, 32, 8, 2))),
     "wgmma": ((320, (128, 128, 8, 2)), (512, (128, 64, 8, 2))),
-    "tcgen05": ((320, (128, 64, 8, 2)), (512, (64, 64, 8, 2))),
+    "tcgen05": (
+        (128, (128, 64, 8, 2)),
+        (192, (128, 128, 8, 2)),
+        (320, (128, 64, 8, 2)),
+        (512, (64, 64, 8, 2)),
+    ),
     "f32": ((128, (32, 32, 4, 1)), (256, (16, 32, 4, 1)), (512, (16, 32, 8, 1))),
 }
 
@@ -162,8 +167,9 @@ def _kernel(
         tuple(jnp.zeros((blocks.block_queries, size), jnp.float32) for _, size in tiles),
     )
     m, total, acc = rows_.walk(body, carry, key_spans(block, window, blocks))
-    seen = (total > 0) & (i < block.real)
-    inverse = jnp.where(i < block.real, 1.0 / jnp.maximum(total, _TINY), 0.0)
+    oldest = 0 if window is None else i - (window - 1)
+    seen = (i < block.real) & (oldest < block.other_real)
+    inverse = jnp.where(seen, 1.0 / jnp.maximum(total, _TINY), 0.0)
     lse = jnp.where(seen, m * (1 / LOG2E) + jnp.log(jnp.maximum(total, _TINY)), MASKED)
     inside, tokens = i < block.stored, block.first + i
     store(lse_ref, head, tokens, value=lse, mask=inside)

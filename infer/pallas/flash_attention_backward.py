@@ -8,11 +8,11 @@
 with x_ij as in `flash_attention`.  Source: Dao 2023, arXiv 2307.08691, algorithm 2, in two kernels
 instead of one with atomic additions: the same inputs give the same bits.
 
-dq: grid (blocks of queries, N); a program owns a block of queries of one head and walks over its
-visible keys.  dk, dv: grid (blocks of keys, K); a program owns a block of keys of one key/value
+dq, delta: grid (blocks of queries, N); a program owns a block of queries of one head and walks over
+its visible keys.  dk, dv: grid (blocks of keys, K); a program owns a block of keys of one key/value
 head and walks over the queries that see it, of all heads of the group in turn.
 
-Bytes: q, k, v, do, dq, dk, dv once, and what a program walks over once more a block (from L2).
+Bytes: q, k, v, o, do, dq, dk, dv once, and what a program walks over once more a block (from L2).
 FLOPs: 2 T S N (3 H + 2 Hv) for dq and dk, dv with the scores computed twice: 7/5 of the least;
 half of it where T = S.
 """
@@ -32,13 +32,17 @@ from infer.pallas import attention_rows as rows_
 from infer.pallas import flash_attention as forward_
 from infer.pallas.attention_rows import LOG2E, Rows, Span
 from infer.pallas.flash_attention import FlashAttentionBlocks, Sizes, sum_dots
-from infer.pallas.triton_call import MASKED, load, triton_call
+from infer.pallas.triton_call import MASKED, load, store, triton_call
 
-
-# As in flash_attention.  In dk, dv it is the keys of which each warp has 16; both k and v and the two
-# sums are in registers there, hence the few queries at a time.
+# As in flash_attention.  In dk, dv it is the keys of which each warp has 16; k, v and the two sums
+# are all in registers there, hence the few queries at a time.
 _DQ_SIZES: dict[str, Sizes] = {
-    "mma": ((128, (128, 64, 8, 2)), (256, (128, 32, 8, 2)), (512, (64, 32, 8, 2))),
+    "mma": (
+        (128, (128, 64, 8, 2)),
+        (256, (128, 32, 8, 2)),
+        (320, (64, 16, 4, 2)),
+        (512, (32, 32, 4, 2)),
+    ),
     "wgmma": ((320, (128, 64, 8, 2)), (512, (128, 32, 8, 2))),
     "tcgen05": ((320, (128, 64, 8, 2)), (512, (128, 32, 8, 2))),
     "f32": ((512, (16, 32, 8, 1)),),
@@ -47,7 +51,6 @@ _DKV_SIZES: dict[str, Sizes] = {
     "mma": (
         (128, (32, 128, 8, 2)),
         (256, (16, 128, 8, 2)),
-        (320, (16, 64, 8, 2)),
         (512, (16, 32, 4, 2)),
     ),
     "wgmma": (
@@ -120,11 +123,13 @@ def _dq_kernel(
     k_ref,  # [S, K * H]
     v_ref,  # [S, K * Hv]
     do_ref,  # [T, N * Hv]
+    o_ref,  # [T, N * Hv]
     lse_ref,  # [N, T]
-    delta_ref,  # [N, T]
+    dlse_ref,  # [N, T]
     table_ref,  # [6, blocks]
     # outputs
     dq_ref,  # [T, N * H]
+    delta_ref,  # [N, T]
     *,
     width: int,
     value_width: int,
@@ -139,8 +144,14 @@ def _dq_kernel(
     real, tokens = i < block.real, block.first + i
     q_tiles = rows_.load_heads(q_ref, tokens, head, width, real)
     do_tiles = rows_.load_heads(do_ref, tokens, head, value_width, real)
+    o_tiles = rows_.load_heads(o_ref, tokens, head, value_width, real)
     lse = load(lse_ref, head, tokens, mask=real, other=0.0) * LOG2E
-    delta = load(delta_ref, head, tokens, mask=real, other=0.0)
+    f32 = lambda x: x.astype(jnp.float32)
+    # Here rather than in XLA, whose order of additions may depend on the shape.
+    sums = [jnp.sum(f32(a) * f32(b), axis=1) for a, b in zip(do_tiles, o_tiles, strict=True)]
+    dlse = load(dlse_ref, head, tokens, mask=real, other=0.0)
+    delta = functools.reduce(jnp.add, sums) - dlse
+    store(delta_ref, head, tokens, value=delta, mask=i < block.stored)
 
     def body(step: Array, dq: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
         j = step * blocks.block_keys + jnp.arange(blocks.block_keys, dtype=jnp.int32)
@@ -256,23 +267,32 @@ def backward(
     k: Float[Array, "S K H"],
     v: Float[Array, "S K Hv"],
     do: Float[Array, "T N Hv"],
+    o: Float[Array, "T N Hv"],
     lse: Float[Array, "N T"],
-    delta: Float[Array, "N T"],
+    dlse: Float[Array, "N T"],
     rows: Rows,
     options: _Options,
-) -> tuple[Float[Array, "T N H"], Float[Array, "S K H"], Float[Array, "S K Hv"]]:
-    """Run the two kernels on flat token axes."""
+) -> tuple[
+    Float[Array, "T N H"], Float[Array, "S K H"], Float[Array, "S K Hv"], Float[Array, "N T"]
+]:
+    """Run the two kernels on flat token axes; return dq, dk, dv and delta, 0 for padding."""
     width, value_width = q.shape[2], v.shape[2]
-    operands = (*(x.reshape(x.shape[0], -1) for x in (q, k, v, do)), lse, delta)
+    flat = [x.reshape(x.shape[0], -1) for x in (q, k, v, do)]
     like = lambda x: jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * x.shape[2]), x.dtype)
 
-    def call(kernel: Any, name: str, sizes: Any, table: Array, heads: int, outputs: Any) -> Any:
+    def call(
+        kernel: Any,
+        name: str,
+        sizes: FlashAttentionBlocks,
+        operands: list[Array],
+        heads: int,
+        outputs: Any,
+    ) -> Any:
         return triton_call(
             functools.partial(kernel, width=width, value_width=value_width, options=options),
             *operands,
-            table,
             name=name,
-            grid=(table.shape[1], heads),
+            grid=(operands[-1].shape[1], heads),
             out_shape=outputs,
             num_warps=sizes.num_warps,
             num_stages=sizes.num_stages,
@@ -281,15 +301,16 @@ def backward(
 
     sizes = options.backward_blocks.dq
     table = rows_.block_table(rows.queries, rows.keys, sizes.block_queries, last_first=True)
-    dq = call(_dq_kernel, "flash_attention_dq", sizes, table, q.shape[1], like(q))
+    operands = [*flat, o.reshape(o.shape[0], -1), lse, dlse, table]
+    outputs = (like(q), jax.ShapeDtypeStruct(lse.shape, jnp.float32))
+    dq, delta = call(_dq_kernel, "flash_attention_dq", sizes, operands, q.shape[1], outputs)
     sizes = options.backward_blocks.dkv
     table = rows_.block_table(rows.keys, rows.queries, sizes.block_keys, last_first=False)
-    outputs = (like(k), like(v))
-    dk, dv = call(_dkv_kernel, "flash_attention_dkv", sizes, table, k.shape[1], outputs)
-    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+    operands, outputs = [*flat, lse, delta, table], (like(k), like(v))
+    dk, dv = call(_dkv_kernel, "flash_attention_dkv", sizes, operands, k.shape[1], outputs)
+    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape), delta
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attention(
     q: Array, k: Array, v: Array, sinks: Array, rows: Rows, options: _Options
 ) -> tuple[Array, Array]:
@@ -317,16 +338,15 @@ def _attention_forward(
 def _attention_backward(options: _Options, saved: Any, gradients: Any) -> Any:
     q, k, v, sinks, rows, o, lse = saved
     do, dlse = gradients
-    f32 = jnp.float32
-    delta = jnp.einsum("tnh,tnh->nt", do.astype(f32), o.astype(f32), precision="highest") - dlse
-    dq, dk, dv = backward(q, k, v, do, lse, delta, rows, options)
-    # Of queries that see something: elsewhere lse is no logarithm, and do may be anything.
-    p_sink = jnp.exp(sinks.astype(f32)[:, None] - jnp.maximum(lse, 0.5 * MASKED))
+    dq, dk, dv, delta = backward(q, k, v, do, o, lse, dlse, rows, options)
+    # Only of queries that see something: elsewhere lse is no logarithm.
+    p_sink = jnp.exp(sinks.astype(jnp.float32)[:, None] - jnp.maximum(lse, 0.5 * MASKED))
     dsinks = jnp.sum(jnp.where(lse > 0.5 * MASKED, -p_sink * delta, 0.0), axis=1)
     return dq, dk, dv, dsinks.astype(sinks.dtype), None
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_differentiable: Any = jax.custom_vjp(_attention, nondiff_argnums=(5,))
+_differentiable.defvjp(_attention_forward, _attention_backward)
 
 
 def _options(
@@ -373,7 +393,7 @@ def attention(
     batch, num_queries, num_heads = q.shape[:3]
     rows = rows_.dense_rows(batch, num_queries, k.shape[1], lengths)
     options = _options(q, v, scale, window, softcap, blocks, backward_blocks, interpret)
-    o, lse = _attention(*flat, sinks, rows, options)
+    o, lse = _differentiable(*flat, sinks, rows, options)
     lse_BNT = lse.reshape(num_heads, batch, num_queries).swapaxes(0, 1)
     return o.reshape(batch, num_queries, num_heads, -1), lse_BNT
 
@@ -398,4 +418,4 @@ def attention_ragged(
     flat, sinks = forward_.flatten_and_check(q, k, v, sinks, scale, window, softcap)
     rows = rows_.ragged_rows(starts, q.shape[0])
     options = _options(q, v, scale, window, softcap, blocks, backward_blocks, interpret)
-    return _attention(*flat, sinks, rows, options)
+    return _differentiable(*flat, sinks, rows, options)

@@ -79,6 +79,15 @@ LLAMA = Heads(name="llama-3-8b", batch=2, tokens=8192, heads=32, kv_heads=8, wid
 GEMMA = Heads(
     name="gemma-2-9b window 512", heads=16, kv_heads=8, width=256, window=512, softcap=50.0
 )
+GEMMA_27B = Heads(
+    name="gemma-2-27b window 4096",
+    tokens=8192,
+    heads=32,
+    kv_heads=16,
+    width=128,
+    window=4096,
+    softcap=50.0,
+)
 GPT_OSS = Heads(name="gpt-oss window 128", heads=64, kv_heads=8, width=64, window=128, sinks=True)
 PHI_2 = Heads(name="phi-2", tokens=2048, heads=32, kv_heads=32, width=80)
 PHI_3 = Heads(name="phi-3-mini window 2047", heads=32, kv_heads=32, width=96, window=2047)
@@ -142,7 +151,7 @@ CASES = tuple(
     for case in (
         *(
             _dense(heads, capability)
-            for heads in (LLAMA, GEMMA, GPT_OSS, PHI_2, PHI_3, MLA, SMOL_F32, LLAMA_F32)
+            for heads in (LLAMA, GEMMA, GEMMA_27B, GPT_OSS, PHI_2, PHI_3, MLA, SMOL_F32, LLAMA_F32)
         ),
         _ragged(capability),
     )

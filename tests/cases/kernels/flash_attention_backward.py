@@ -14,6 +14,7 @@ from tests.cases.kernels import KernelCase
 from tests.cases.kernels.flash_attention import (
     FAMILIES,
     GEMMA,
+    GEMMA_27B,
     GPT_OSS,
     LLAMA,
     LLAMA_F32,
@@ -66,6 +67,7 @@ CASES = tuple(
     for heads in (
         dataclasses.replace(LLAMA, batch=1, tokens=4096),
         GEMMA,
+        GEMMA_27B,
         GPT_OSS,
         PHI_2,
         PHI_3,
