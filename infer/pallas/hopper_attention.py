@@ -15,12 +15,10 @@ one consumer computes its softmax, the other has the tensor cores: `turn` hands 
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -37,7 +35,6 @@ from infer.pallas.mosaic_call import (
     iota,
     rows_times_columns,
     tile,
-    tile_columns,
 )
 
 NUM_CONSUMERS = 2
@@ -144,7 +141,7 @@ class Shared:
     k_free: Any
     v_free: Any
     turn: Any  # of the tensor cores, one barrier a consumer
-    both: Any  # both consumers have reached the same point; None where that is not needed
+    v_raw: Any  # a slot of V that the producer must still clear; None where none is stale
 
 
 def shared_memory(
@@ -164,7 +161,7 @@ def shared_memory(
         value_width: of values.
         dtype: of all three.
         copies: TMA copies that fill a slot of K, and as many of V.
-        stale_values: see `consume`.
+        stale_values: the producer needs `v_raw`.
     """
     slots = {"num_barriers": blocks.num_stages}
     return [
@@ -179,7 +176,7 @@ def shared_memory(
         plgpu.Barrier(num_arrivals=NUM_CONSUMERS, **slots),
         plgpu.Barrier(num_arrivals=NUM_CONSUMERS, **slots),
         plgpu.Barrier(num_barriers=NUM_CONSUMERS),
-        plgpu.Barrier(num_arrivals=NUM_CONSUMERS) if stale_values else None,
+        plgpu.Barrier(num_arrivals=copies) if stale_values else None,
     ]
 
 
@@ -226,7 +223,6 @@ def consume(
     sink: Array | None,
     shared: Shared,
     *,
-    stale_values: bool,
     interpret: bool,
 ) -> tuple[Array, Array]:
     """Return the output [64, H of values] and the log-sum-exp [64] of this consumer's queries.
@@ -234,11 +230,10 @@ def consume(
     Args:
         keys: the blocks that the producer fetches.
         first: position of the tile's first query (of both consumers).
-        end: keys that may be read: a key at `end` or after is masked.
+        end: keys that count: a key at `end` or after is masked, and its value must be finite.
         scores: from products to logits.
         sink: logit that joins the denominator only, or None.
         shared: of this block of the grid; q is being loaded.
-        stale_values: rows of V at `end` and after may hold anything, NaN included.
         interpret: see `mosaic_call`.
     """
     plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
@@ -277,9 +272,6 @@ def consume(
         acc = acc * across(decay, acc.shape)
         p = p.astype(shared.v.dtype)
         plgpu.barrier_wait(shared.v_loaded.at[slot])
-        if stale_values and not clear:
-            clean = lambda: _clear_rows(shared, slot, me, end - block * block_k)
-            pl.when((block + 1) * block_k > end)(clean)
         take_turn()
         acc = add_product(acc, p, shared.v.at[slot], interpret=interpret)
         plgpu.barrier_arrive(shared.v_free.at[slot])
@@ -304,25 +296,6 @@ def consume(
     # A row that saw nothing has l = 0 and acc = 0: it gives 0, and a log-sum-exp of -inf.
     inverse = 1.0 / jnp.maximum(l, jnp.finfo(jnp.float32).tiny)
     return acc * across(inverse, acc.shape), (m + jnp.log2(l)) * (1 / _LOG2_E)
-
-
-def _clear_rows(shared: Shared, slot: Array, me: Array, kept: Array) -> None:
-    """Write zeros over the rows of V from `kept` on, a few registers at a time; the consumers share
-    the pieces.
-    """
-    _, block_k, width = shared.v.shape
-    shape = (WARPGROUP_ROWS, tile_columns(width, shared.v.dtype))
-    pieces = itertools.product(range(0, block_k, shape[0]), range(0, width, shape[1]))
-    for i, (row, column) in enumerate(pieces):
-
-        @pl.when(me == i % NUM_CONSUMERS)
-        def _(row: int = row, column: int = column) -> None:
-            ref = shared.v.at[slot, pl.ds(row, shape[0]), pl.ds(column, shape[1])]
-            ref[...] = jnp.where(iota(shape, 0) < kept - row, ref[...], jnp.zeros((), ref.dtype))
-
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(shared.both)
-    plgpu.barrier_wait(shared.both)
 
 
 def columns_of(head: Array, width: int) -> Any:
