@@ -6,12 +6,12 @@
 
 Source: cascade inference, Ye et al. 2024 (FlashInfer); Hydragen, Juravsky et al. 2024, arXiv
 2402.05099.  Both parts are `infer.pallas.paged_attention`: the first sees C groups of B/C rows as C
-rows of (B/C) T queries, in tiles of 64.
+rows of (B/C) T queries, in tiles of 64 (32 for int4).
 
 A row's bits depend neither on the other rows of its group nor on the batch, but differ from those
 of `paged_attention` without a shared prefix: the merge is another one.
 
-Bytes: of a shared key 2 K H for every 64 queries, rather than for every row; the rest, and FLOPs,
+Bytes: of a shared key 2 K H for every 64 queries of a key/value head, rather than for every row; the rest, and FLOPs,
 as in `paged_attention`.
 """
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
-from infer.pallas.paged_attention import PagedAttentionBlocks, paged_attention
+from infer.pallas.paged_attention import PagedAttentionBlocks, most_rows, paged_attention
 
 
 def cascade_attention(
@@ -99,7 +99,7 @@ def cascade_attention(
         positions.reshape(together),
         bounds=jnp.stack([jnp.zeros_like(prefix_lengths), prefix_lengths], axis=1),
         # One size whatever the batch, so that a row's bits do not depend on it.
-        blocks=dataclasses.replace(blocks, block_rows=64),
+        blocks=dataclasses.replace(blocks, block_rows=most_rows(k_pages.dtype)),
         **options,
     )
     own, own_lse = paged_attention(

@@ -48,14 +48,15 @@ CORES = {
 class PagedAttentionBlocks:
     """Sizes of a program's work, and how Triton compiles it.
 
-    `block_rows` None means the fewest that hold all queries of a row, 16 to 64.  A number makes a
-    query's bits independent of how many tokens come with it, too.
+    `block_rows` None means the fewest that hold all queries of a row, 16 to 64 (32 for int4).  A
+    number makes a query's bits independent of how many tokens come with it, too.  `num_warps` None
+    means 4, and 8 for tiles of 64 rows, which would spill registers with 4.
     """
 
     block_keys: int = 64
     split_keys: int = 256
     block_rows: int | None = None
-    num_warps: int = 4
+    num_warps: int | None = None
     num_stages: int = 2
     merge_warps: int = 2
 
@@ -96,7 +97,8 @@ class PagedAttentionBlocks:
             raise ValueError(f"split is {split!r}; use 'fixed' or 'tuned'")
         row_bytes = power_of_two(width, 16) * jnp.dtype(pool_dtype).itemsize
         # Tiles of 16 KiB: two stages of keys and values fit the 99 KiB of the smallest chips.
-        block_keys = min(64, max(16, 16384 // row_bytes))
+        most = 32 if jnp.dtype(pool_dtype) == jnp.uint8 else 64  # unpacking takes registers
+        block_keys = min(most, max(16, 16384 // row_bytes))
         sizes = cls(block_keys=block_keys)
         if split == "fixed":
             return sizes
@@ -222,7 +224,7 @@ def paged_attention(
     batch, num_tokens, num_heads, width = q.shape
     num_kv, page_size = k_pages.shape[1:3]
     flat = num_tokens * num_heads // num_kv
-    rows = blocks.block_rows or min(64, power_of_two(flat, 16))
+    rows = blocks.block_rows or min(most_rows(k_pages.dtype), power_of_two(flat, 16))
     tiles, splits = -(-flat // rows), -(-page_table.shape[1] * page_size // blocks.split_keys)
     given = {
         "q": q,
@@ -264,7 +266,7 @@ def paged_attention(
             jax.ShapeDtypeStruct(shape, f32),
             jax.ShapeDtypeStruct(shape, f32),
         ),
-        num_warps=blocks.num_warps,
+        num_warps=blocks.num_warps or (8 if rows >= 64 else 4),
         num_stages=blocks.num_stages,
         interpret=interpret,
     )
@@ -282,6 +284,11 @@ def paged_attention(
         num_warps=blocks.merge_warps,
         interpret=interpret,
     )
+
+
+def most_rows(pool_dtype: Any) -> int:
+    """Return the rows of the largest tile that spills no registers on any chip of the gate."""
+    return 32 if pool_dtype == jnp.uint8 else 64
 
 
 def check_shapes(

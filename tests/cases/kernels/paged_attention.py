@@ -86,4 +86,6 @@ CASES = (
     _case("llama-3-8b", LLAMA, 32, 8192, kv_format="fp8"),
     _case("llama-3-8b", LLAMA, 32, 8192, kv_format="int4"),
     _case("llama-3-8b", LLAMA, 32, 8192, kv_format="fp8", tokens=5),
+    _case("llama-3-8b", LLAMA, 8, 8192, kv_format="fp8", tokens=16),
+    _case("llama-3-8b", LLAMA, 32, 8192, kv_format="int4", tokens=5),
 )
