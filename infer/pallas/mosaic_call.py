@@ -45,7 +45,9 @@ def mosaic_call(
         out_shape: a list or tuple of ShapeDtypeStruct.
         scratch: shared memory and barriers.
         num_warpgroups: of 128 threads, a block.
-        interpret: run on any device, slowly; barriers and copies are simulated.
+        interpret: run on any device, slowly; barriers and copies are simulated.  On a machine with
+            fewer cores than warpgroups the environment variable NPROC must give XLA:CPU one more
+            thread than those, as each blocks one at a barrier.
     """
     return plgpu.kernel(
         kernel,
@@ -88,8 +90,8 @@ def tile(shape: tuple[int, ...], dtype: Any) -> Any:
 def rows_times_columns(a_ref: Any, b_ref: Any, *, interpret: bool) -> Array:
     """Return a [m, H] times the transpose of b [n, H], both in shared memory, in float32."""
     if interpret:
-        # Plain loads: the interpreter checks them for races, which it does not do for wgmma.
-        return _dot(a_ref[...], b_ref[...].T)
+        # The interpreter checks loads for races, which it does not do for wgmma.
+        return _dot(_as_wgmma_reads(a_ref), _as_wgmma_reads(b_ref).T)
 
     def product(acc_ref: Any) -> Array:
         plgpu.wgmma(acc_ref, a_ref, b_ref.transpose((1, 0)))
@@ -103,7 +105,7 @@ def add_product(acc: Array, a: Array, b_ref: Any, *, interpret: bool) -> Array:
     """Return acc [m, H] + a [m, n] in registers times b [n, H] in shared memory, in float32."""
     if interpret:
         # The interpreter's wgmma takes no operand in registers.
-        return acc + _dot(a, b_ref[...])
+        return acc + _dot(a, _as_wgmma_reads(b_ref))
 
     def product(acc_ref: Any) -> None:
         plgpu.wgmma(acc_ref, a, b_ref)
@@ -124,6 +126,13 @@ def iota(shape: tuple[int, ...], axis: int) -> Array:
 def across(rows: Array, shape: tuple[int, int]) -> Array:
     """Return [m] repeated along the columns of `shape`."""
     return jax.lax.broadcast_in_dim(rows, shape, (0,))
+
+
+def _as_wgmma_reads(ref: Any) -> Array:
+    """Return what `ref` holds, read like wgmma does: ordered with TMA without a fence."""
+    value = ref[...]
+    plgpu.commit_smem()
+    return value
 
 
 def _layout(shape: tuple[int, ...]) -> Any:
