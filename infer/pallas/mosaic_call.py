@@ -98,7 +98,7 @@ def rows_times_columns(a_ref: Any, b_ref: Any, *, interpret: bool) -> Array:
         return acc_ref[...]
 
     shape = (a_ref.shape[0], b_ref.shape[0])
-    return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def add_product(acc: Array, a: Array, b_ref: Any, *, interpret: bool) -> Array:
@@ -110,7 +110,9 @@ def add_product(acc: Array, a: Array, b_ref: Any, *, interpret: bool) -> Array:
     def product(acc_ref: Any) -> None:
         plgpu.wgmma(acc_ref, a, b_ref)
 
-    return pl.run_state(product)(plgpu.ACC.init(acc))
+    # Typed as what it is given, the reference; it returns the array.
+    run: Any = pl.run_state(product)
+    return run(plgpu.WGMMAAccumulatorRef.init(acc))
 
 
 def full(shape: tuple[int, ...], value: Any) -> Array:
@@ -123,7 +125,7 @@ def iota(shape: tuple[int, ...], axis: int) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_layout(shape))
 
 
-def across(rows: Array, shape: tuple[int, int]) -> Array:
+def across(rows: Array, shape: tuple[int, ...]) -> Array:
     """Return [m] repeated along the columns of `shape`."""
     return jax.lax.broadcast_in_dim(rows, shape, (0,))
 
@@ -152,4 +154,4 @@ def _interpreter() -> Any:
             f"Mosaic GPU kernels cannot be interpreted by jax {jax.__version__}; use jax 0.11 or "
             "later, or a Hopper GPU"
         )
-    return plgpu.InterpretGPUParams()
+    return getattr(plgpu, "InterpretGPUParams")()  # noqa: B009  # jax 0.10 has none

@@ -58,9 +58,7 @@ def _draw(
 
 def _check(args: tuple[Array, ...], blocks: HopperBlocks = SMALL, **static: Any) -> None:
     static = {"scale": 0.2, **static}
-    o = np.asarray(
-        paged_prefill_mosaic(*args, blocks=blocks, interpret=True, **static), np.float32
-    )
+    o = np.asarray(paged_prefill_mosaic(*args, blocks=blocks, interpret=True, **static), np.float32)
     want = np.asarray(paged_prefill_mosaic_reference(*args, **static))
     np.testing.assert_allclose(o, want, **tolerance(args[0].dtype.name, 1), err_msg=str(static))
     assert not o[np.asarray(args[4]) < 0].any()
@@ -119,7 +117,7 @@ def test_has_no_race(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_refuses_pages_that_do_not_divide_a_block() -> None:
     args = _draw([(0, 4)], tokens=8, page_size=48)
-    with pytest.raises(NotImplementedError, match="pages of 48 tokens.*divide block_k 128"):
+    with pytest.raises(NotImplementedError, match=r"pages of 48 tokens.*divide block_k 128"):
         paged_prefill_mosaic(*args, scale=1.0)
-    with pytest.raises(NotImplementedError, match="paged_prefill in Mosaic.*float32"):
+    with pytest.raises(NotImplementedError, match=r"paged_prefill in Mosaic.*float32"):
         paged_prefill_mosaic(*_draw([(0, 4)], tokens=8, dtype="float32"), scale=1.0)

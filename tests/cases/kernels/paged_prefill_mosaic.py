@@ -67,6 +67,8 @@ CASES = (
     _case("llama-3-8b b1 chunk2048 ctx8192 u16"),
     _case("llama-3-8b b4 chunk2048 ctx8192 u64", batch=4, page_size=64),
     _case("llama-3.2-1b b1 chunk2048 ctx8192 u16", width=64),
-    _case("gemma-2-9b local b1 chunk2048 ctx8192 u16", heads=16, width=256, window=4096, softcap=50.0),
+    _case(
+        "gemma-2-9b local b1 chunk2048 ctx8192 u16", heads=16, width=256, window=4096, softcap=50.0
+    ),
     _case("gpt-oss-20b local b1 chunk2048 ctx8192 u16", heads=64, width=64, window=128, sinks=True),
 )
