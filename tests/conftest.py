@@ -6,6 +6,9 @@ import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# XLA:CPU's threads.  The interpreter of Mosaic kernels blocks one for each of three warpgroups, and
+# stops for ever where there are fewer.
+os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))
 
 import jax
 import pytest

@@ -43,10 +43,10 @@ def _kernel(
     *refs: Any, scores: Scores, group: int, num_keys: int, with_sinks: bool, interpret: bool
 ) -> None:
     # inputs: [B, T, N H], [B, S, K H], [B, S, K H of values], sinks [N] or none
-    q_ref, k_ref, v_ref, *refs = refs
-    sinks_ref, *refs = refs if with_sinks else (None, *refs)
+    q_ref, k_ref, v_ref, *rest = refs
+    sinks_ref, *rest = rest if with_sinks else (None, *rest)
     # outputs: [B, T, N H of values], [B, N, T]
-    o_ref, lse_ref, *scratch = refs
+    o_ref, lse_ref, *scratch = rest
     shared = Shared(*scratch)
     head, batch = lax.axis_index("heads"), lax.axis_index("batch")
     first = (lax.axis_size("tiles") - 1 - lax.axis_index("tiles")) * BLOCK_Q

@@ -163,7 +163,7 @@ def shared_memory(
         copies: TMA copies that fill a slot of K, and as many of V.
         stale_values: the producer needs `v_raw`.
     """
-    slots = {"num_barriers": blocks.num_stages}
+    slots = blocks.num_stages
     return [
         tile((NUM_CONSUMERS, WARPGROUP_ROWS, width), dtype),
         tile((blocks.num_stages, blocks.block_k, width), dtype),
@@ -171,10 +171,10 @@ def shared_memory(
         plgpu.SMEM((NUM_CONSUMERS, WARPGROUP_ROWS), jnp.float32),
         None if value_width == width else tile((NUM_CONSUMERS, WARPGROUP_ROWS, value_width), dtype),
         plgpu.Barrier(num_barriers=NUM_CONSUMERS),
-        plgpu.Barrier(num_arrivals=copies, **slots),
-        plgpu.Barrier(num_arrivals=copies, **slots),
-        plgpu.Barrier(num_arrivals=NUM_CONSUMERS, **slots),
-        plgpu.Barrier(num_arrivals=NUM_CONSUMERS, **slots),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
+        plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=slots),
+        plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=slots),
         plgpu.Barrier(num_barriers=NUM_CONSUMERS),
         plgpu.Barrier(num_arrivals=copies) if stale_values else None,
     ]
@@ -256,7 +256,7 @@ def consume(
         return jnp.where(seen, s, -jnp.inf)
 
     def step(block: Array, carry: tuple[Array, ...], *, clear: bool) -> tuple[Array, ...]:
-        acc, m, l = carry
+        acc, m, total = carry
         slot = lax.rem(block - keys.start, jnp.int32(num_stages))
         plgpu.barrier_wait(shared.k_loaded.at[slot])
         products = rows_times_columns(shared.q.at[me], shared.k.at[slot], interpret=interpret)
@@ -268,14 +268,14 @@ def consume(
         m_new = jnp.maximum(m, s.max(axis=1))
         p = jnp.exp2(s - across(m_new, tile_shape))
         decay = jnp.exp2(m - m_new)
-        l = l * decay + p.sum(axis=1)
+        total = total * decay + p.sum(axis=1)
         acc = acc * across(decay, acc.shape)
         p = p.astype(shared.v.dtype)
         plgpu.barrier_wait(shared.v_loaded.at[slot])
         take_turn()
         acc = add_product(acc, p, shared.v.at[slot], interpret=interpret)
         plgpu.barrier_arrive(shared.v_free.at[slot])
-        return acc, m_new, l
+        return acc, m_new, total
 
     plgpu.barrier_wait(shared.q_loaded.at[me])
     pl.when(me == 1)(hand_over)
@@ -291,11 +291,11 @@ def consume(
     if scores.window is not None:
         carry = lax.fori_loop(keys.start, keys.clear_start, edge, carry)
     carry = lax.fori_loop(keys.clear_start, keys.clear_stop, clear, carry)
-    acc, m, l = lax.fori_loop(keys.clear_stop, keys.stop, edge, carry)
+    acc, m, total = lax.fori_loop(keys.clear_stop, keys.stop, edge, carry)
     pl.when(me == 0)(hand_over)
-    # A row that saw nothing has l = 0 and acc = 0: it gives 0, and a log-sum-exp of -inf.
-    inverse = 1.0 / jnp.maximum(l, jnp.finfo(jnp.float32).tiny)
-    return acc * across(inverse, acc.shape), (m + jnp.log2(l)) * (1 / _LOG2_E)
+    # A row that saw nothing has total = 0 and acc = 0: it gives 0, and a log-sum-exp of -inf.
+    inverse = 1.0 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    return acc * across(inverse, acc.shape), (m + jnp.log2(total)) * (1 / _LOG2_E)
 
 
 def columns_of(head: Array, width: int) -> Any:

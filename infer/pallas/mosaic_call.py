@@ -45,7 +45,9 @@ def mosaic_call(
         out_shape: a list or tuple of ShapeDtypeStruct.
         scratch: shared memory and barriers.
         num_warpgroups: of 128 threads, a block.
-        interpret: run on any device, slowly; barriers and copies are simulated.
+        interpret: run on any device, slowly; barriers and copies are simulated.  On a machine with
+            fewer cores than warpgroups the environment variable NPROC must give XLA:CPU one more
+            thread than those, as each blocks one at a barrier.
     """
     return plgpu.kernel(
         kernel,
@@ -88,27 +90,29 @@ def tile(shape: tuple[int, ...], dtype: Any) -> Any:
 def rows_times_columns(a_ref: Any, b_ref: Any, *, interpret: bool) -> Array:
     """Return a [m, H] times the transpose of b [n, H], both in shared memory, in float32."""
     if interpret:
-        # Plain loads: the interpreter checks them for races, which it does not do for wgmma.
-        return _dot(a_ref[...], b_ref[...].T)
+        # The interpreter checks loads for races, which it does not do for wgmma.
+        return _dot(_as_wgmma_reads(a_ref), _as_wgmma_reads(b_ref).T)
 
     def product(acc_ref: Any) -> Array:
         plgpu.wgmma(acc_ref, a_ref, b_ref.transpose((1, 0)))
         return acc_ref[...]
 
     shape = (a_ref.shape[0], b_ref.shape[0])
-    return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def add_product(acc: Array, a: Array, b_ref: Any, *, interpret: bool) -> Array:
     """Return acc [m, H] + a [m, n] in registers times b [n, H] in shared memory, in float32."""
     if interpret:
         # The interpreter's wgmma takes no operand in registers.
-        return acc + _dot(a, b_ref[...])
+        return acc + _dot(a, _as_wgmma_reads(b_ref))
 
     def product(acc_ref: Any) -> None:
         plgpu.wgmma(acc_ref, a, b_ref)
 
-    return pl.run_state(product)(plgpu.ACC.init(acc))
+    # Typed as what it is given, the reference; it returns the array.
+    run: Any = pl.run_state(product)
+    return run(plgpu.WGMMAAccumulatorRef.init(acc))
 
 
 def full(shape: tuple[int, ...], value: Any) -> Array:
@@ -121,9 +125,16 @@ def iota(shape: tuple[int, ...], axis: int) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_layout(shape))
 
 
-def across(rows: Array, shape: tuple[int, int]) -> Array:
+def across(rows: Array, shape: tuple[int, ...]) -> Array:
     """Return [m] repeated along the columns of `shape`."""
     return jax.lax.broadcast_in_dim(rows, shape, (0,))
+
+
+def _as_wgmma_reads(ref: Any) -> Array:
+    """Return what `ref` holds, read like wgmma does: ordered with TMA without a fence."""
+    value = ref[...]
+    plgpu.commit_smem()
+    return value
 
 
 def _layout(shape: tuple[int, ...]) -> Any:
@@ -143,4 +154,4 @@ def _interpreter() -> Any:
             f"Mosaic GPU kernels cannot be interpreted by jax {jax.__version__}; use jax 0.11 or "
             "later, or a Hopper GPU"
         )
-    return plgpu.InterpretGPUParams()
+    return getattr(plgpu, "InterpretGPUParams")()  # noqa: B009  # jax 0.10 has none

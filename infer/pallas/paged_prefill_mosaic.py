@@ -55,22 +55,26 @@ def _kernel(
     *refs: Any, scores: Scores, group: int, num_kv: int, with_sinks: bool, interpret: bool
 ) -> None:
     # inputs: [B, T, N H], [P K, U, H], [P K, U, H of values], [B, M], [B, 2], sinks [N] or none
-    q_ref, k_ref, v_ref, table_ref, span_ref, *refs = refs
-    sinks_ref, *refs = refs if with_sinks else (None, *refs)
+    q_ref, k_ref, v_ref, table_ref, span_ref, *rest = refs
+    sinks_ref, *rest = rest if with_sinks else (None, *rest)
     # outputs: [B, T, N H of values]
-    o_ref, *scratch = refs
+    o_ref, *scratch = rest
     shared = Shared(*scratch)
     head, batch = lax.axis_index("heads"), lax.axis_index("batch")
     tile = lax.axis_size("tiles") - 1 - lax.axis_index("tiles")
-    first = span_ref[batch, 0] + tile * BLOCK_Q
-    end = span_ref[batch, 1]
-    # A tile of padding reads nothing.
-    end = jnp.where(first < end, end, 0)
-    keys = KeyRange.of(first, end, scores.window, shared.k.shape[1])
     warpgroup = lax.axis_index(WARPGROUP)
+
+    def span() -> tuple[Array, Array, KeyRange]:
+        # Read and computed in each warpgroup: values held across the branch would be spilled.
+        first = span_ref[batch, 0] + tile * BLOCK_Q
+        end = span_ref[batch, 1]
+        # A tile of padding reads nothing.
+        end = jnp.where(first < end, end, 0)
+        return first, end, KeyRange.of(first, end, scores.window, shared.k.shape[1])
 
     @pl.when(warpgroup == PRODUCER)
     def _() -> None:
+        _, end, keys = span()
         kv_head = lax.div(head, jnp.int32(group))
         fetch = functools.partial(
             _fetch_pages, table_ref=table_ref, batch=batch, head=kv_head, num_kv=num_kv, end=end
@@ -100,6 +104,7 @@ def _kernel(
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _() -> None:
         me = warpgroup
+        first, end, keys = span()
         rows = pl.ds(tile * BLOCK_Q + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
         source = q_ref.at[batch, rows, columns_of(head, shared.q.shape[2])]
         plgpu.copy_gmem_to_smem(source, shared.q.at[me], shared.q_loaded.at[me])
@@ -253,7 +258,7 @@ def paged_prefill_mosaic_reference(
     sinks: Array | None = None,
 ) -> Array:
     """Compute the same in float32, every page gathered and the whole score matrix held."""
-    rows, num_queries, num_heads, _ = q.shape
+    rows, _, num_heads, _ = q.shape
     num_pages, num_kv, page_size, _ = k_pages.shape
     group = num_heads // num_kv
     j = jnp.arange(page_table.shape[1] * page_size)
