@@ -16,7 +16,12 @@ from jax import Array
 from infer.backend import check_memory, default_platform
 from infer.cache import paged
 from infer.cache.layout import pool_bytes
-from infer.compiling import COMMAND_BUFFERS, num_traces, record_trace
+from infer.compiling import (
+    COMMAND_BUFFERS,
+    make_room_for_programs,
+    num_traces,
+    record_trace,
+)
 from infer.config import ModelConfig
 from infer.errors import RequestError
 from infer.generation import prepare, rows
@@ -226,6 +231,8 @@ class Job:
         """Compile the program by a call of no turns, so that compiling and running are timed
         apart.
         """
+        if _program_key(self.params, self.caps) not in _choices:
+            make_room_for_programs()
         before = num_traces(PROGRAM)
         seconds = self._run(0, False)
         self.compiles += num_traces(PROGRAM) - before
