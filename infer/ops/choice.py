@@ -24,10 +24,13 @@ from infer.errors import ConfigError
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic", "interpret")
 
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+
 Form = Callable[..., Any]
 
 # Kernels that an abstract device does not state the capability of, by its kind.
 _CAPABILITIES = {
+    "T4": (7, 5),
     "A100": (8, 0),
     "L4": (8, 9),
     "RTX 4090": (8, 9),
@@ -133,16 +136,21 @@ def choose(
     check_implementation(implementation)
     if implementation == "xla":
         return _run(op, "xla", "", xla, operands)
+    if implementation is not None and implementation != "interpret":
+        _check_gpu(op, implementation)
     if implementation in kernels:
-        if implementation != "interpret":
-            _need_gpu(op, implementation)
-        return _run(op, implementation, "", kernels[implementation], operands)
+        try:
+            return _run(op, implementation, "", kernels[implementation], operands)
+        except NotImplementedError as error:
+            gpu = target_gpu()
+            raise NotImplementedError(f"{error}; on {gpu.kind if gpu else 'a CPU'}") from error
     gpu = target_gpu()
     if gpu is None or implementation == "interpret":
         return _run(op, "xla", "no GPU" if gpu is None else "no such form", xla, operands)
     refusals = []
     for name in preferred:
         try:
+            _check_gpu(op, name)
             form = kernels[name]
             y = lax.platform_dependent(*operands, cuda=form, default=xla)
         except NotImplementedError as error:
@@ -153,11 +161,22 @@ def choose(
     return _run(op, "xla", "; ".join(refusals) or "measured equal or unmeasured", xla, operands)
 
 
-def _need_gpu(op: str, implementation: str) -> None:
-    if target_gpu() is None:
+def _check_gpu(op: str, implementation: str) -> None:
+    gpu = target_gpu()
+    if gpu is None:
         raise NotImplementedError(
             f"{op} in {implementation} needs an NVIDIA GPU, and JAX sees none here; "
             "implementation='interpret' runs the Triton kernels anywhere, slowly, None chooses"
+        )
+    if implementation == "mosaic" and gpu.capability != _HOPPER:
+        raise NotImplementedError(
+            f"{op} in mosaic needs a Hopper GPU (compute capability 9.0), not {gpu.kind} "
+            f"({gpu.capability}); use 'triton', or None, which chooses"
+        )
+    if implementation == "triton" and gpu.capability is not None and gpu.capability < _AMPERE:
+        raise NotImplementedError(
+            f"{op} in triton needs compute capability 8.0, not {gpu.kind} ({gpu.capability}); "
+            "use 'xla', or None, which chooses"
         )
 
 

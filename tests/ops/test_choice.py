@@ -34,8 +34,9 @@ def test_a_forced_name_is_run() -> None:
 
 
 def test_a_kernel_without_its_gpu_is_an_error_that_names_the_way_out() -> None:
-    with pytest.raises(NotImplementedError, match=r"rms_norm in triton needs an NVIDIA GPU.*None"):
-        rms_norm(X, GAIN, 1e-6, "triton")
+    for name in ("triton", "mosaic"):  # the op need not have that form
+        with pytest.raises(NotImplementedError, match=rf"rms_norm in {name} needs an NVIDIA GPU"):
+            rms_norm(X, GAIN, 1e-6, name)
 
 
 @pytest.mark.parametrize("name", ["cuda", "", "Triton"])
@@ -75,6 +76,21 @@ def test_a_described_gpu_is_the_one_programs_are_traced_for() -> None:
 
     assert run(("mosaic", "triton")) == [choice.Choice("op", "triton")]
     assert run(("mosaic",)) == [choice.Choice("op", "xla", "no such shape")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "mosaic", r"needs a Hopper GPU .*not NVIDIA A100.*\(8, 0\)"),
+        ("Tesla T4", "triton", r"needs compute capability 8.0, not Tesla T4"),
+    ],
+)
+def test_a_chip_that_cannot_is_named(kind: str, name: str, message: str) -> None:
+    device = jax.sharding.AbstractDevice(kind, 1, "gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        with pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(lambda x: rms_norm(x, GAIN, 1e-6, name), X)
 
 
 def test_ops_of_attention_agree_in_both_forms() -> None:
