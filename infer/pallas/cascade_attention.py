@@ -11,8 +11,8 @@ rows of (B/C) T queries, in tiles of 64 (32 for int4).
 A row's bits depend neither on the other rows of its group nor on the batch, but differ from those
 of `paged_attention` without a shared prefix: the merge is another one.
 
-Bytes: of a shared key 2 K H for every 64 queries of a key/value head, rather than for every row; the rest, and FLOPs,
-as in `paged_attention`.
+Bytes: of a shared key 2 K H for every 64 of a key/value head's queries, rather than for every row;
+the rest, and FLOPs, as in `paged_attention`.
 """
 
 import dataclasses

@@ -50,7 +50,7 @@ class PagedAttentionBlocks:
 
     `block_rows` None means the fewest that hold all queries of a row, 16 to 64 (32 for int4).  A
     number makes a query's bits independent of how many tokens come with it, too.  `num_warps` None
-    means 4, and 8 for tiles of 64 rows, which would spill registers with 4.
+    means 4, and 8 for the largest tiles, which would spill registers with 4.
     """
 
     block_keys: int = 64
@@ -97,8 +97,7 @@ class PagedAttentionBlocks:
             raise ValueError(f"split is {split!r}; use 'fixed' or 'tuned'")
         row_bytes = power_of_two(width, 16) * jnp.dtype(pool_dtype).itemsize
         # Tiles of 16 KiB: two stages of keys and values fit the 99 KiB of the smallest chips.
-        most = 32 if jnp.dtype(pool_dtype) == jnp.uint8 else 64  # unpacking takes registers
-        block_keys = min(most, max(16, 16384 // row_bytes))
+        block_keys = min(64, max(16, 16384 // row_bytes))
         sizes = cls(block_keys=block_keys)
         if split == "fixed":
             return sizes
@@ -266,7 +265,7 @@ def paged_attention(
             jax.ShapeDtypeStruct(shape, f32),
             jax.ShapeDtypeStruct(shape, f32),
         ),
-        num_warps=blocks.num_warps or (8 if rows >= 64 else 4),
+        num_warps=blocks.num_warps or (8 if rows >= most_rows(k_pages.dtype) else 4),
         num_stages=blocks.num_stages,
         interpret=interpret,
     )
