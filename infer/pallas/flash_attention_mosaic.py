@@ -55,8 +55,7 @@ def _kernel(
     keys = KeyRange.of(first, end, scores.window, block_k)
     warpgroup = lax.axis_index(WARPGROUP)
 
-    @pl.when(warpgroup == PRODUCER)
-    def _() -> None:
+    def producer() -> None:
         kv_head = lax.div(head, jnp.int32(group))
 
         def fetch(source: Any, target: Any, loaded: Any, block: Array, slot: Array) -> None:
@@ -71,8 +70,7 @@ def _kernel(
             functools.partial(fetch, v_ref, shared.v, shared.v_loaded),
         )
 
-    @pl.when(warpgroup < NUM_CONSUMERS)
-    def _() -> None:
+    def consumer() -> None:
         me = warpgroup
         rows = pl.ds(first + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
         source = q_ref.at[batch, rows, columns_of(head, shared.q.shape[2])]
@@ -89,6 +87,9 @@ def _kernel(
             shared.lse.at[me], lse_ref.at[batch * lax.axis_size("heads") + head, rows]
         )
         plgpu.wait_smem_to_gmem(0)
+
+    # One branch: what only one side needs is not held in registers through the other.
+    lax.cond(warpgroup == PRODUCER, producer, consumer)
 
 
 def flash_attention_mosaic(

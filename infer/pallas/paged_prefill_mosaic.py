@@ -64,17 +64,15 @@ def _kernel(
     tile = lax.axis_size("tiles") - 1 - lax.axis_index("tiles")
     warpgroup = lax.axis_index(WARPGROUP)
 
-    def span() -> tuple[Array, Array, KeyRange]:
-        # Read and computed in each warpgroup: values held across the branch would be spilled.
-        first = span_ref[batch, 0] + tile * BLOCK_Q
-        end = span_ref[batch, 1]
-        # A tile of padding reads nothing.
-        end = jnp.where(first < end, end, 0)
-        return first, end, KeyRange.of(first, end, scores.window, shared.k.shape[1])
+    first = span_ref[batch, 0] + tile * BLOCK_Q
+    end = span_ref[batch, 1]
+    # A tile of padding reads nothing.
+    end = jnp.where(first < end, end, 0)
+    # Computed in each warpgroup: values held across the branch would be spilled.
+    key_range = lambda: KeyRange.of(first, end, scores.window, shared.k.shape[1])
 
-    @pl.when(warpgroup == PRODUCER)
-    def _() -> None:
-        _, end, keys = span()
+    def producer() -> None:
+        keys = key_range()
         kv_head = lax.div(head, jnp.int32(group))
         fetch = functools.partial(
             _fetch_pages, table_ref=table_ref, batch=batch, head=kv_head, num_kv=num_kv, end=end
@@ -101,10 +99,9 @@ def _kernel(
 
         produce(keys, shared, fetch_keys, fetch_values)
 
-    @pl.when(warpgroup < NUM_CONSUMERS)
-    def _() -> None:
+    def consumer() -> None:
         me = warpgroup
-        first, end, keys = span()
+        keys = key_range()
         rows = pl.ds(tile * BLOCK_Q + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
         source = q_ref.at[batch, rows, columns_of(head, shared.q.shape[2])]
         plgpu.copy_gmem_to_smem(source, shared.q.at[me], shared.q_loaded.at[me])
@@ -117,6 +114,9 @@ def _kernel(
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out, o_ref.at[batch, rows, columns_of(head, o.shape[1])])
         plgpu.wait_smem_to_gmem(0)
+
+    # One branch: what only one side needs is not held in registers through the other.
+    lax.cond(warpgroup == PRODUCER, producer, consumer)
 
 
 def _fetch_pages(
