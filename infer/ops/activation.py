@@ -6,7 +6,7 @@ import jax
 from jax import Array
 from jaxtyping import Float
 
-from infer.ops.choice import choose
+from infer.ops.choice import choose, with_xla_gradient
 
 _FUNCTIONS = {
     "silu": jax.nn.silu,
@@ -27,13 +27,15 @@ def gated_activation(
     implementation: str | None = None,
 ) -> Float[Array, "T F"]:
     """Return act(gate) * up.  Source: Shazeer 2020, arXiv 2002.05202."""
-    kernel = lambda interpret: functools.partial(
-        _gated_activation_triton, activation=activation, interpret=interpret
+    xla = lambda gate, up: activate(gate, activation) * up
+    kernel = lambda interpret: with_xla_gradient(
+        functools.partial(_gated_activation_triton, activation=activation, interpret=interpret),
+        xla,
     )
     return choose(
         "gated_activation",
         (gate, up),
-        xla=lambda gate, up: activate(gate, activation) * up,
+        xla=xla,
         kernels={"triton": kernel(False), "interpret": kernel(True)},
         preferred=(),  # XLA fuses the whole of it
         implementation=implementation,

@@ -84,6 +84,61 @@ def _dense_mosaic(q: Array, k: Array, v: Array, sinks: Array | None, **options: 
     return flash_attention_mosaic(q, k, v, sinks=sinks, **options)[0]
 
 
+def ragged_attention(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    starts: Int[Array, " R"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "T N H"]:
+    """Return causal attention within rows of different lengths that lie on one token axis.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        starts: first token of each row, ascending, and at the end the first token of none: tokens
+            from there on are padding, whose output is 0.  A row may be empty.
+        scale: factor on q·k.
+        window: visible keys, the query's own included; None for all.
+        softcap: bound of scores by tanh, or None.
+        sinks: a logit a head that joins the denominator only, or None.
+        implementation: see `infer.ops.choice`.
+    """
+    options = dict(scale=scale, window=window, softcap=softcap)
+    form = lambda run, **more: functools.partial(run, **options, **more)
+    return choose(
+        "ragged_attention",
+        (q, k, v, starts, sinks),
+        xla=form(_ragged_xla),
+        kernels={
+            "triton": form(_ragged_triton, interpret=False),
+            "interpret": form(_ragged_triton, interpret=True),
+        },
+        preferred=("triton",),
+        implementation=implementation,
+    )
+
+
+def _ragged_xla(
+    q: Array, k: Array, v: Array, starts: Array, sinks: Array | None, **options: Any
+) -> Array:
+    return attention_xla.ragged_attention(q, k, v, starts, sinks=sinks, **options)
+
+
+def _ragged_triton(
+    q: Array, k: Array, v: Array, starts: Array, sinks: Array | None, **options: Any
+) -> Array:
+    from infer.pallas.flash_attention_backward import attention_ragged
+
+    return attention_ragged(q, k, v, starts, sinks=sinks, **options)[0]
+
+
 def paged_attention(
     q: Float[Array, "B T N H"],
     k_pages: Float[Array, "P K U H"],

@@ -52,6 +52,45 @@ def dense_attention(
 
     Scores, softmax and sums are float32; the result has q's dtype.
     """
+    i = jnp.arange(q.shape[1], dtype=jnp.int32)
+    mask = visible(i, jnp.arange(k.shape[1], dtype=jnp.int32), window)
+    return _masked_attention(q, k, v, mask, scale, softcap, sinks)
+
+
+def ragged_attention(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    starts: Int[Array, " R"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+) -> Float[Array, "T N H"]:
+    """Return causal attention of each row of a flat token axis; every pair of tokens is scored, and
+    those of two rows are masked.
+    """
+    i = jnp.arange(q.shape[0], dtype=jnp.int32)
+    row = jnp.sum(i[:, None] >= starts[None, :], axis=1, dtype=jnp.int32)
+    inside = i < starts[-1]
+    same = (row[:, None] == row[None, :]) & inside[:, None] & inside[None, :]
+    mask = visible(i, i, window) & same
+    # A query without keys would get the mean of all: it gets 0.
+    zeroed = lambda x: jnp.where(inside[:, None, None], x, 0)[None]
+    o = _masked_attention(q[None], zeroed(k), zeroed(v), mask, scale, softcap, sinks)[0]
+    return jnp.where(inside[:, None, None], o, 0)
+
+
+def _masked_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    scale: float,
+    softcap: float | None,
+    sinks: Array | None,
+) -> Array:
     batch, num_queries, num_heads, width = q.shape
     num_kv = k.shape[2]
     q_BTKGH = q.reshape(batch, num_queries, num_kv, num_heads // num_kv, width)
@@ -60,9 +99,6 @@ def dense_attention(
         "btkgh,bskh->bkgts", q_BTKGH, k, preferred_element_type=f32, precision="highest"
     )
     scores = _softcapped(scores * scale, softcap)
-    mask = visible(
-        jnp.arange(num_queries, dtype=jnp.int32), jnp.arange(k.shape[1], dtype=jnp.int32), window
-    )
     scores = jnp.where(mask[None, None, None], scores, _MASKED)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)

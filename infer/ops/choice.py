@@ -161,6 +161,23 @@ def choose(
     return _run(op, "xla", "; ".join(refusals) or "measured equal or unmeasured", xla, operands)
 
 
+def with_xla_gradient(kernel: Form, xla: Form) -> Form:
+    """Return `kernel` with the gradient of the plain form, recomputed from the operands."""
+
+    @jax.custom_vjp
+    def run(*operands: Any) -> Any:
+        return kernel(*operands)
+
+    def forward(*operands: Any) -> Any:
+        return kernel(*operands), operands
+
+    def backward(operands: Any, gradient: Any) -> Any:
+        return jax.vjp(xla, *operands)[1](gradient)
+
+    run.defvjp(forward, backward)
+    return run
+
+
 def _check_gpu(op: str, implementation: str) -> None:
     gpu = target_gpu()
     if gpu is None:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from infer.ops.choice import choose
+from infer.ops.choice import choose, with_xla_gradient
 
 
 def rms_norm(
@@ -20,11 +20,14 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, arXiv 1910.07467.  `gain` is the effective factor: where a
     checkpoint stores w and the model uses 1 + w (Gemma), the loader has added the one, in float32.
     """
-    kernel = lambda interpret: functools.partial(_rms_norm_triton, eps=eps, interpret=interpret)
+    xla = functools.partial(_rms_norm_xla, eps=eps)
+    kernel = lambda interpret: with_xla_gradient(
+        functools.partial(_rms_norm_triton, eps=eps, interpret=interpret), xla
+    )
     return choose(
         "rms_norm",
         (x, gain),
-        xla=functools.partial(_rms_norm_xla, eps=eps),
+        xla=xla,
         kernels={"triton": kernel(False), "interpret": kernel(True)},
         preferred=(),  # XLA fuses the whole of it
         implementation=implementation,
