@@ -18,7 +18,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from infer.ops import attention_xla
-from infer.ops.choice import choose
+from infer.ops.choice import choose, target_gpu
+from infer.pallas.tuned import tuned
 
 # Rows of a tile that the kernel for few queries holds: queries of a row times heads a key/value
 # head.  More of them are a prefill chunk.
@@ -75,7 +76,25 @@ def _dense_xla(q: Array, k: Array, v: Array, sinks: Array | None, **options: Any
 def _dense_triton(q: Array, k: Array, v: Array, sinks: Array | None, **options: Any) -> Array:
     from infer.pallas.flash_attention_backward import attention
 
-    return attention(q, k, v, sinks=sinks, **options)[0]
+    return attention(q, k, v, sinks=sinks, **_flash_sizes(q, v), **options)[0]
+
+
+def _flash_sizes(q: Array, v: Array) -> dict[str, Any]:
+    """Return the flash kernels' block sizes for this chip: the measured ones, if any."""
+    from infer.pallas.flash_attention import FlashAttentionBlocks
+    from infer.pallas.flash_attention_backward import FlashAttentionBackwardBlocks
+
+    gpu = target_gpu()
+    shape = q.shape[-1], v.shape[-1], q.dtype, gpu.capability if gpu else None
+    chip, key = gpu.chip if gpu else None, f"h{q.shape[-1]} {q.dtype}"
+    forward, backward = (
+        FlashAttentionBlocks.for_shape(*shape),
+        FlashAttentionBackwardBlocks.for_shape(*shape),
+    )
+    return {
+        "blocks": tuned(forward, "flash_attention", chip, key),
+        "backward_blocks": tuned(backward, "flash_attention_backward", chip, key),
+    }
 
 
 def _dense_mosaic(q: Array, k: Array, v: Array, sinks: Array | None, **options: Any) -> Array:
@@ -136,7 +155,8 @@ def _ragged_triton(
 ) -> Array:
     from infer.pallas.flash_attention_backward import attention_ragged
 
-    return attention_ragged(q, k, v, starts, sinks=sinks, **options)[0]
+    sizes = _flash_sizes(q, v)
+    return attention_ragged(q, k, v, starts, sinks=sinks, **sizes, **options)[0]
 
 
 def paged_attention(
@@ -212,12 +232,26 @@ def _paged_triton(
     few: bool,
     **options: Any,
 ) -> Array:
-    if few:
-        from infer.pallas.paged_attention import paged_attention as kernel
-    else:
-        from infer.pallas.paged_prefill import paged_prefill as kernel
+    from infer.pallas import paged_attention as decode
+    from infer.pallas import paged_prefill as prefill
 
-    return kernel(q, k_pages, v_pages, page_table, positions, sinks=sinks, **options)
+    gpu, width = target_gpu(), q.shape[3]
+    chip, key = gpu.chip if gpu else None, f"h{width} {k_pages.dtype}"
+    if few:
+        sizes = decode.PagedAttentionBlocks.for_shape(
+            q.shape[0],
+            page_table.shape[1] * k_pages.shape[2],
+            num_kv=k_pages.shape[1],
+            width=width,
+            pool_dtype=k_pages.dtype,
+        )
+        sizes, kernel = tuned(sizes, "paged_attention", chip, key), decode.paged_attention
+    else:
+        sizes = prefill.PagedPrefillBlocks.for_shape(
+            width=width, pool_dtype=k_pages.dtype, chip=chip
+        )
+        sizes, kernel = tuned(sizes, "paged_prefill", chip, key), prefill.paged_prefill
+    return kernel(q, k_pages, v_pages, page_table, positions, sinks=sinks, blocks=sizes, **options)
 
 
 def _paged_mosaic(

@@ -21,25 +21,13 @@ import jax
 from jax import lax
 
 from infer.errors import ConfigError
+from infer.hardware import chip_of_kind, get_chip
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic", "interpret")
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 Form = Callable[..., Any]
-
-# Kernels that an abstract device does not state the capability of, by its kind.
-_CAPABILITIES = {
-    "T4": (7, 5),
-    "A100": (8, 0),
-    "L4": (8, 9),
-    "RTX 4090": (8, 9),
-    "H100": (9, 0),
-    "H200": (9, 0),
-    "GH200": (9, 0),
-    "B200": (10, 0),
-    "RTX 5060": (12, 0),
-}
 
 
 @dataclass(frozen=True)
@@ -48,6 +36,11 @@ class Gpu:
 
     kind: str
     capability: tuple[int, int] | None  # None where nobody knows
+
+    @property
+    def chip(self) -> str | None:
+        """Its name in infer.hardware; None if it is not listed."""
+        return chip_of_kind(self.kind)
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,9 @@ def target_gpu() -> Gpu | None:
     if described is not None:
         if described.platform not in ("gpu", "cuda"):
             return None
-        return Gpu(described.device_kind, _capability_of_kind(described.device_kind))
+        chip = chip_of_kind(described.device_kind)
+        known = get_chip(chip).compute_capability if chip else None
+        return Gpu(described.device_kind, known)
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
@@ -100,14 +95,6 @@ def target_gpu() -> Gpu | None:
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     known = (int(major), int(minor or 0)) if major.isdigit() else None
     return Gpu(device.device_kind, known)
-
-
-def _capability_of_kind(kind: str) -> tuple[int, int] | None:
-    # The longest name first: "GH200" is no "H200" in another list of capabilities.
-    for name in sorted(_CAPABILITIES, key=len, reverse=True):
-        if name in kind:
-            return _CAPABILITIES[name]
-    return None
 
 
 def choose(

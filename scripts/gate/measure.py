@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from infer.compiling import COMMAND_BUFFERS
-from infer.hardware import GPUS
+from infer.hardware import chip_of_kind
 from infer.pallas.triton_call import interpreted
 from tests.cases import programs
 from tests.cases.kernels import KernelCase, all_cases
@@ -47,9 +47,8 @@ class Run:
     @functools.cached_property
     def chip(self) -> str:
         """The chip's name in infer.hardware, else JAX's name for it."""
-        kind = jax.devices()[0].device_kind.lower()
-        names = [name for name in GPUS if name.split("-")[0] in kind.replace("rtx ", "rtx-")]
-        return names[0] if names else kind.replace(" ", "-")
+        kind = jax.devices()[0].device_kind
+        return chip_of_kind(kind) or kind.lower().replace(" ", "-")
 
     @property
     def out_of_time(self) -> bool:
