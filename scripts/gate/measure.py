@@ -65,11 +65,21 @@ class Run:
         return interpreted() if self.smoke else contextlib.nullcontext()
 
 
-def seconds_per_call(fn: Callable[..., Any], args: Any, calls: int = 20, runs: int = 5) -> float:
-    """Return the median time of one call of `fn(*args)`, which may donate nothing."""
+def seconds_per_call(
+    fn: Callable[..., Any],
+    args: Any,
+    calls: int = 20,
+    runs: int = 5,
+    donate: tuple[int, ...] = (),
+) -> float:
+    """Return the median time of one call of `fn(*args)`; the arguments `donate` come back as the
+    last outputs and go into the next call.
+    """
 
     def body(_: Any, args: Any) -> Any:
-        return lax.optimization_barrier((args, fn(*args)))[0]
+        args, y = lax.optimization_barrier((args, fn(*args)))
+        back = dict(zip(donate, y[len(y) - len(donate) :], strict=True)) if donate else {}
+        return tuple(back.get(i, x) for i, x in enumerate(args))
 
     many = jax.jit(lambda args: lax.fori_loop(0, calls, body, args))
     jax.block_until_ready(many(args))
@@ -173,7 +183,7 @@ def timings(run: Run) -> Any:
             args = jax.jit(case.make)(jax.random.key(1))
             with run.interpreting():
                 calls, repeats = (2, 1) if run.smoke else (20, 5)
-                seconds = seconds_per_call(case.run, args, calls, repeats)
+                seconds = seconds_per_call(case.run, args, calls, repeats, case.donate)
             memory_s = case.bytes / found["copy_bytes_per_s"]
             compute_s = case.flops / found["bf16_flops_per_s"]
             rows.append(
