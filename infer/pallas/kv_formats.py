@@ -4,7 +4,7 @@
 |---|---|---|---|
 | bfloat16, float16, float32 | [P, K, U, H] | none | data |
 | int8 | [P, K, U, H] | [P, K, U] | data * scale, data in -127..127 |
-| float8_e4m3fn | [P, K, U, H] | [P, K, U] | data * scale, |data| at most 448, never NaN |
+| float8_e4m3fn | [P, K, U, H] | [P, K, U] | data * scale, data in -448..448, never NaN |
 | uint8 (int4) | [P, K, U, H/2] | [P, K, U] | (nibble - 8) * scale, nibble in 1..15 |
 
 The low nibbles of an int4 row are the first half of the head's width, the high nibbles the second:

@@ -15,7 +15,9 @@ a query's result depends on its own keys and on the blocks' sizes.  It does not 
 rows of the batch, on the width of the page table, on the number of splits, on padding or, where
 `block_rows` is set, on how many tokens come with it.
 
-Bytes: 2 S K H a row once, plus 2 T N (H + 2) floats a split.  FLOPs: 4 T S N H a row.
+Bytes: 2 S K H a row once, plus 2 T N (H + 2) floats a split.  FLOPs: 4 T S N H a row.  Memory
+besides: T N (H + 2) floats a row and split of the page table, so that a table should be no wider
+than its longest row (in steps, since each width is a program).
 """
 
 import dataclasses
