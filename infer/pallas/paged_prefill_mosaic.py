@@ -68,11 +68,9 @@ def _kernel(
     end = span_ref[batch, 1]
     # A tile of padding reads nothing.
     end = jnp.where(first < end, end, 0)
-    # Computed in each warpgroup: values held across the branch would be spilled.
-    key_range = lambda: KeyRange.of(first, end, scores.window, shared.k.shape[1])
+    keys = KeyRange.of(first, end, scores.window, shared.k.shape[1])
 
     def producer() -> None:
-        keys = key_range()
         kv_head = lax.div(head, jnp.int32(group))
         fetch = functools.partial(
             _fetch_pages, table_ref=table_ref, batch=batch, head=kv_head, num_kv=num_kv, end=end
@@ -101,7 +99,6 @@ def _kernel(
 
     def consumer() -> None:
         me = warpgroup
-        keys = key_range()
         rows = pl.ds(tile * BLOCK_Q + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
         source = q_ref.at[batch, rows, columns_of(head, shared.q.shape[2])]
         plgpu.copy_gmem_to_smem(source, shared.q.at[me], shared.q_loaded.at[me])
