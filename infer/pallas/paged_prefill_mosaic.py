@@ -68,7 +68,7 @@ def _kernel(
     end = span_ref[batch, 1]
     # A tile of padding reads nothing.
     end = jnp.where(first < end, end, 0)
-    # Computed in each warpgroup: values held across the branch would be spilled.
+    # Computed on each side: values held across the branch would be spilled.
     key_range = lambda: KeyRange.of(first, end, scores.window, shared.k.shape[1])
 
     def producer() -> None:
@@ -100,8 +100,7 @@ def _kernel(
         produce(keys, shared, fetch_keys, fetch_values)
 
     def consumer() -> None:
-        me = warpgroup
-        keys = key_range()
+        keys, me = key_range(), warpgroup
         rows = pl.ds(tile * BLOCK_Q + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
         source = q_ref.at[batch, rows, columns_of(head, shared.q.shape[2])]
         plgpu.copy_gmem_to_smem(source, shared.q.at[me], shared.q_loaded.at[me])

