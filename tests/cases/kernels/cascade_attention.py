@@ -9,34 +9,30 @@ from infer.pallas.cascade_attention import cascade_attention, cascade_attention_
 from tests.cases import paged
 from tests.cases.kernels import KernelCase
 
-_ROWS, _SHARED, _OWN = 32, 4096, 1024
-_HEADS = {"heads": 32, "kv": 8, "width": 128}
 
+def _case(model: str, heads: dict[str, int], rows: int, shared: int, own: int) -> KernelCase:
+    shape = {"batch": rows, "tokens": 1, "context": shared + own, **heads}
+    options = {"scale": heads["width"] ** -0.5}
 
-def _make(key: jax.Array) -> tuple[jax.Array, ...]:
-    keys = jax.random.split(key, 2)
-    q, k, v, table, positions = paged.draw(
-        keys[0], batch=_ROWS, tokens=1, context=_SHARED + _OWN, **_HEADS
-    )
-    prefix = table[:1, : _SHARED // paged.PAGE_SIZE]
-    lengths = jnp.full((1,), _SHARED, jnp.int32)
-    return q, k, v, prefix, lengths, table, positions
+    def make(key: jax.Array) -> tuple[jax.Array, ...]:
+        q, k, v, table, positions = paged.draw(key, **shape)
+        prefix = table[:1, : shared // paged.PAGE_SIZE]
+        return q, k, v, prefix, jnp.full((1,), shared, jnp.int32), table, positions
 
-
-_OPTIONS = {"scale": 128**-0.5}
-_FLOPS, _ALL_BYTES = paged.work(batch=_ROWS, tokens=1, context=_SHARED + _OWN, **_HEADS)
-_SHARED_BYTES = 4.0 * _SHARED * _HEADS["kv"] * _HEADS["width"]
-
-CASES = (
-    KernelCase(
+    flops, all_bytes = paged.work(**shape)
+    shared_bytes = 4.0 * shared * heads["kv"] * heads["width"]
+    return KernelCase(
         kernel="cascade_attention",
         form="triton",
-        shape="llama-3-8b b32 shared4096 own1024 bf16",
-        make=_make,
-        run=functools.partial(cascade_attention, **_OPTIONS),
-        reference=functools.partial(cascade_attention_reference, **_OPTIONS),
+        shape=f"{model} b{rows} shared{shared} own{own} bf16",
+        make=make,
+        run=functools.partial(cascade_attention, **options),
+        reference=functools.partial(cascade_attention_reference, **options),
         names=("paged_attention_split", "paged_attention_merge"),
-        flops=_FLOPS,
-        bytes=_ALL_BYTES - (_ROWS - 1) * _SHARED_BYTES,
-    ),
-)
+        flops=flops,
+        bytes=all_bytes - (rows - 1) * shared_bytes,
+    )
+
+
+SMOKE = _case("tiny", {"heads": 4, "kv": 2, "width": 32}, 2, 32, 16)
+CASES = (_case("llama-3-8b", {"heads": 32, "kv": 8, "width": 128}, 32, 4096, 1024),)

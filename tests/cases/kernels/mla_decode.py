@@ -40,6 +40,7 @@ def _case(model: str, heads: int, batch: int, context: int, tokens: int = 1) -> 
     )
 
 
+SMOKE = _case("tiny", 16, 2, 64)
 CASES = (
     _case("deepseek-v2-lite", 16, 32, 8192),
     _case("deepseek-v2-lite", 16, 1, 32768),

@@ -1,13 +1,19 @@
 """Decode and verification over pages: Llama 3, gpt-oss and Gemma 2, and caches of 8 and 4 bits."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from infer.pallas.paged_attention import paged_attention, paged_attention_reference
+from infer.pallas.paged_attention import (
+    PagedAttentionBlocks,
+    paged_attention,
+    paged_attention_reference,
+)
 from tests.cases import paged
-from tests.cases.kernels import KernelCase
+from tests.cases.kernels import KernelCase, Tuning
 
 LLAMA = {"heads": 32, "kv": 8, "width": 128}
 GPT_OSS = {"heads": 64, "kv": 8, "width": 64}
@@ -24,6 +30,7 @@ def _case(
     kv_format: str | None = None,
     sinks: bool = False,
     tree: bool = False,
+    tune: bool = False,
     **options: Any,
 ) -> KernelCase:
     shape: dict[str, Any] = {
@@ -59,7 +66,29 @@ def _case(
         names=("paged_attention_split", "paged_attention_merge"),
         flops=flops,
         bytes=num_bytes,
+        tuning=_TUNING if tune else None,
     )
+
+
+def _with_sizes(sizes: PagedAttentionBlocks) -> Callable[..., jax.Array]:
+    return functools.partial(paged_attention, scale=LLAMA["width"] ** -0.5, blocks=sizes)
+
+
+_TUNING = Tuning(
+    key="h128 bfloat16",
+    sizes=tuple(
+        PagedAttentionBlocks(block_keys=keys, split_keys=split, num_warps=warps, num_stages=stages)
+        for keys, split, warps, stages in (
+            (64, 256, 4, 2),
+            (64, 512, 4, 2),
+            (64, 1024, 4, 2),
+            (64, 256, 4, 3),
+            (128, 512, 8, 2),
+            (32, 256, 2, 3),
+        )
+    ),
+    run=_with_sizes,
+)
 
 
 def _binary_tree(batch: int, tokens: int) -> jax.Array:
@@ -73,8 +102,9 @@ def _binary_tree(batch: int, tokens: int) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(seen)[None], (batch, tokens, tokens))
 
 
+SMOKE = _case("tiny", {"heads": 4, "kv": 2, "width": 32}, 2, 64)
 CASES = (
-    _case("llama-3-8b", LLAMA, 32, 8192),
+    _case("llama-3-8b", LLAMA, 32, 8192, tune=True),
     _case("llama-3-8b", LLAMA, 1, 32768),
     _case("llama-3-8b", LLAMA, 256, 1024),
     _case("llama-3-8b", LLAMA, 32, 8192, tokens=5),

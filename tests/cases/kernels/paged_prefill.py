@@ -1,5 +1,6 @@
 """A chunk of 512 tokens at the end of 8192: Llama 3, gpt-oss, Gemma 2, and quantised caches."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from infer.pallas.paged_prefill import (
     paged_prefill_reference,
 )
 from tests.cases import paged
-from tests.cases.kernels import CHIPS, KernelCase
+from tests.cases.kernels import CHIPS, KernelCase, Tuning
 
 LLAMA = {"heads": 32, "kv": 8, "width": 128}
 GPT_OSS = {"heads": 64, "kv": 8, "width": 64}
@@ -28,10 +29,13 @@ def _case(
     blocks: PagedPrefillBlocks | PagedAttentionBlocks | None = None,
     chips: tuple[str, ...] = CHIPS,
     names: tuple[str, ...] = ("paged_prefill",),
+    tokens: int = 512,
+    context: int = 8192,
+    tuning: Tuning | None = None,
     **options: Any,
 ) -> KernelCase:
     shape: dict[str, Any] = {
-        "batch": 1, "tokens": 512, "context": 8192, "kv_format": kv_format, **heads
+        "batch": 1, "tokens": tokens, "context": context, "kv_format": kv_format, **heads
     }  # fmt: skip
 
     def named(args: tuple[jax.Array, ...]) -> dict[str, Any]:
@@ -46,7 +50,7 @@ def _case(
     return KernelCase(
         kernel="paged_prefill",
         form="triton",
-        shape=f"{model} t512 ctx8192 {kv_format or 'bf16'}",
+        shape=f"{model} t{tokens} ctx{context} {kv_format or 'bf16'}",
         make=lambda key: paged.draw(key, **shape),
         run=lambda *a: paged_prefill(*a[:5], blocks=blocks, **named(a[5:])),
         reference=lambda *a: paged_prefill_reference(*a[:5], **named(a[5:]))[0],
@@ -54,11 +58,28 @@ def _case(
         flops=flops,
         bytes=num_bytes,
         chips=chips,
+        tuning=tuning,
     )
 
 
+_TUNING = Tuning(
+    key="h128 bfloat16",
+    sizes=tuple(
+        PagedPrefillBlocks(block_rows=rows, block_keys=keys, num_warps=warps, num_stages=stages)
+        for rows, keys, warps, stages in (
+            (128, 32, 8, 2),
+            (128, 64, 8, 2),
+            (64, 64, 4, 2),
+            (128, 64, 8, 3),
+            (128, 128, 8, 2),
+        )
+    ),
+    run=lambda sizes: functools.partial(paged_prefill, scale=128**-0.5, blocks=sizes),
+)
+
+SMOKE = _case("tiny", {"heads": 4, "kv": 2, "width": 32}, tokens=40, context=64)
 CASES = (
-    _case("llama-3-8b", LLAMA),
+    _case("llama-3-8b", LLAMA, tuning=_TUNING),
     _case(
         "llama-3-8b wide tiles",
         LLAMA,
