@@ -80,7 +80,7 @@ def _program_key(params: Params, caps: Caps) -> Any:
 
 _jit = functools.partial(jax.jit, static_argnames="caps", donate_argnames="state")
 _run_plain = _jit(traced_run)
-_run_as_graph = _jit(traced_run, compiler_options=COMMAND_BUFFERS)
+_run_as_graph = _jit(traced_run, compiler_options=dict(COMMAND_BUFFERS))
 
 
 def run_program(

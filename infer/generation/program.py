@@ -100,12 +100,15 @@ def run(
             rows=jnp.zeros(num_slots, bool),
         )
         c = (s, none)
+        prefill = lambda state, ready: _prefill_pass(
+            params, requests, state, ready, lanes, implementation
+        )
         _, c = lax.while_loop(
             lambda c: (c[0] < lanes.passes) & jnp.any(todo(c[1][0]) > 1),
-            lambda c: (c[0] + 1, _prefill_pass(params, requests, *c[1], lanes, implementation)),
+            lambda c: (c[0] + 1, prefill(*c[1])),
             (jnp.zeros((), jnp.int32), c),
         )
-        decode = lambda c: _decode_pass(params, requests, *c, implementation)
+        decode = lambda c: _decode_pass(params, requests, c[0], c[1], implementation)
         c = at_most_once(jnp.any(todo(c[0]) == 1), decode, c)
         s, ready = _with_forks(requests, *c)
         # Nothing is ready after most turns of a long prompt alone: the head, as dear as several

@@ -245,13 +245,15 @@ def _paged_triton(
             width=width,
             pool_dtype=k_pages.dtype,
         )
-        sizes, kernel = tuned(sizes, "paged_attention", chip, key), decode.paged_attention
+        sizes = tuned(sizes, "paged_attention", chip, key)
+        kernel = functools.partial(decode.paged_attention, blocks=sizes)
     else:
         sizes = prefill.PagedPrefillBlocks.for_shape(
             width=width, pool_dtype=k_pages.dtype, chip=chip
         )
-        sizes, kernel = tuned(sizes, "paged_prefill", chip, key), prefill.paged_prefill
-    return kernel(q, k_pages, v_pages, page_table, positions, sinks=sinks, blocks=sizes, **options)
+        sizes = tuned(sizes, "paged_prefill", chip, key)
+        kernel = functools.partial(prefill.paged_prefill, blocks=sizes)
+    return kernel(q, k_pages, v_pages, page_table, positions, sinks=sinks, **options)
 
 
 def _paged_mosaic(

@@ -125,7 +125,7 @@ def choose(
         return _run(op, "xla", "", xla, operands)
     if implementation is not None and implementation != "interpret":
         _check_gpu(op, implementation)
-    if implementation in kernels:
+    if implementation is not None and implementation in kernels:
         try:
             return _run(op, implementation, "", kernels[implementation], operands)
         except NotImplementedError as error:
