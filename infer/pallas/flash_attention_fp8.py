@@ -9,6 +9,13 @@ of a bent function, whose own Hadamard transform is flat, so that a constant vec
 Source: Shah et al. 2024 (FlashAttention-3), arXiv 2407.08608, section 3.3, but for the signs, which
 are random there, and the head widths, of powers of two.
 
+Measured at H = 64 with two channels ten times as wide as the others: relative error 0.22 without
+rotation, 0.053 with it, 0.042 without outliers.  Outliers in single values cost e4m3, a float
+itself, nothing either way.
+
+On Hopper, Triton multiplies in float16 here (its wgmma takes 8-bit v only with tokens innermost):
+half the memory traffic, no faster products.  Ada and Blackwell multiply e4m3.
+
 Grid and walk are those of `flash_attention`.  Bytes: half of it.  FLOPs: the same, at twice the
 rate; the rotation costs 2 H a value as a product, and belongs into what writes q and k.
 """

@@ -1,4 +1,4 @@
-"""Prefill attention in 8-bit floats, on the chips that multiply them."""
+"""Prefill attention in 8-bit floats; Ampere has no such type."""
 
 import functools
 from typing import Any
