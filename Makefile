@@ -13,7 +13,7 @@ WORKERS ?= 2
 MODEL ?= smollm2-135m
 PROMPT ?= In two sentences: why is the sky blue?
 
-.PHONY: demo test quick lint format resolve-cuda kernels clean help
+.PHONY: demo test quick lint format resolve-cuda kernels gate clean help
 
 help:
 	@echo "make demo          install, fetch $(MODEL), generate text"
@@ -22,6 +22,7 @@ help:
 	@echo "make lint          format check, ruff, pyright, layers (what the commit hooks run)"
 	@echo "make format        put files into the format that lint checks"
 	@echo "make kernels       only the kernels' tests on Python 3.12"
+	@echo "make gate          compile changed kernels for GPUs that are not here, write the table"
 	@echo "make resolve-cuda  check that the CUDA extras resolve, without downloading them"
 	@echo "make clean         remove environments and caches of this folder"
 
@@ -61,6 +62,10 @@ quick: $(VENV)/.stamp-test
 
 kernels:
 	bash scripts/kernels_leg.sh
+
+# Compile the kernels whose sources changed, for every chip of the table; GATE=--all for the whole.
+gate:
+	bash scripts/kernels_leg.sh gate $(GATE)
 
 resolve-cuda: $(VENV)/.stamp-test
 	bash scripts/resolve_cuda.sh $(BIN)/python

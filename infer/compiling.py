@@ -5,9 +5,30 @@ what a second call within the same caps must not do again, so the count of trace
 compiled variants.
 """
 
+import gc
 import threading
+import types
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+# Compiler options with which XLA:GPU makes the whole generation loop one CUDA graph, loops on the
+# device included: no kernel is launched and no condition read from the host.
+COMMAND_BUFFERS: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
+        ),
+        "xla_gpu_graph_min_graph_size": 1,
+    }
+)
+
+# Share of the allowed memory maps from which on another program is too many: one takes up to about
+# 1,000 of 65,530, and libraries map files too.
+_MOST_MAPS = 0.8
 
 
 @dataclass
@@ -45,6 +66,33 @@ def compile_stats() -> dict[str, dict[str, object]]:
             }
             for name, entry in _programs.items()
         }
+
+
+def make_room_for_programs() -> None:
+    """Drop JAX's compiled programs, with a warning, where another may end the process.
+
+    On Linux a compiled program of XLA:CPU holds hundreds of memory maps; past the kernel's limit
+    (vm.max_map_count, usually 65,530) XLA ends the process with a segmentation fault.  Call it
+    before a program that is not compiled yet, outside any trace.
+    """
+    try:
+        with open("/proc/sys/vm/max_map_count") as file:
+            limit = int(file.read())
+        with open("/proc/self/maps", "rb") as maps:
+            count = sum(1 for _ in maps)
+    except (OSError, ValueError):
+        return
+    if count < limit * _MOST_MAPS:
+        return
+    jax.clear_caches()
+    gc.collect()
+    warnings.warn(
+        f"{count} of the {limit} memory maps that Linux allows a process are in use, most of them "
+        "by compiled programs: these were dropped, and compile again when they are called; let "
+        "calls share shapes, or raise vm.max_map_count",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def num_traces(program: str) -> int:

@@ -6,6 +6,7 @@ data sheet gives only the sparse rate, half of it stands here.  `cpu-local` is m
 
 import functools
 import os
+import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +160,18 @@ _GPUS = (
 
 GPUS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _GPUS})
 CPU_LOCAL = "cpu-local"
+
+
+def chip_of_kind(kind: str) -> str | None:
+    """Return the name here of the GPU that a driver calls `kind`, such as "NVIDIA H200"; None if it
+    is not listed.
+    """
+    words = re.sub(r"[^a-z0-9]+", "-", kind.lower())
+    for name in GPUS:
+        model = name.rsplit("-", 1)[0]
+        if re.search(rf"(^|-){model}(-|$)", words):
+            return name
+    return None
 
 
 def chip_names() -> tuple[str, ...]:

@@ -39,7 +39,8 @@ class LLM:
             elsewhere.
         seed: of the draws of requests that have no seed of their own; each call has other draws,
             and the calls of a new LLM repeat them.
-        options: `infer.generate`'s num_slots, page_size, num_pages, prefill_chunk, logprobs_mode.
+        options: `infer.generate`'s num_slots, page_size, num_pages, prefill_chunk, logprobs_mode,
+            share_prefixes, implementation, command_buffers.
     """
 
     def __init__(
@@ -56,7 +57,10 @@ class LLM:
         try:
             self.options = RunOptions(**options)
         except TypeError:
-            known = "num_slots, page_size, num_pages, prefill_chunk, logprobs_mode"
+            known = (
+                "num_slots, page_size, num_pages, prefill_chunk, logprobs_mode, share_prefixes, "
+                "implementation and command_buffers"
+            )
             raise ConfigError(
                 f"LLM has no option {', '.join(options)}; beside dtype, packed, revision, device "
                 f"and seed there are {known}"

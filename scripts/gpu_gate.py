@@ -5,6 +5,8 @@
     python scripts/gpu_gate.py --only paged --chip h200  some of it; the table stays
     python scripts/gpu_gate.py --check            only compare the table with the sources
 
+A whole run also writes the tables of docs/kernels.md.
+
 A row of benchmarks/results/gate.json is one kernel, form, shape and chip: registers, spills, shared
 memory, compile time, hash of the sources, jax version.  A row fails if the kernel does not lower or
 assemble for the right architecture, if an expected kernel's name is missing, on spills, and on
@@ -18,6 +20,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +30,14 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 TABLE = ROOT / "benchmarks" / "results" / "gate.json"
+PAGE = ROOT / "docs" / "kernels.md"
 
 from scripts.gate import compile_for_gpu  # noqa: E402
 
 if "--worker" in sys.argv:  # before jax is imported
     compile_for_gpu.prepare_environment()
 
+from scripts.gate import document  # noqa: E402
 from tests.cases.kernels import KernelCase, all_cases  # noqa: E402
 
 Row = dict[str, Any]
@@ -114,12 +119,22 @@ def compile_row(case: KernelCase, chip: str) -> Row:
 def run_worker(case: KernelCase, chip: str) -> Row:
     """Compile one row in a process of its own."""
     command = [sys.executable, __file__, "--worker", case.name, chip]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=ROOT,
+        env=os.environ | {"JAX_TRACEBACK_FILTERING": "off"},
+    )
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
-    last = [line for line in done.stderr.splitlines() if line.strip()][-3:]
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    last = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)][-1:] or lines[
+        -1:
+    ]
     row: Row = {"kernel": case.kernel, "form": case.form, "shape": case.shape, "chip": chip}
-    return row | {"kernels": [], "problems": ["does not compile: " + " / ".join(last)[-1500:]]}
+    return row | {"kernels": [], "problems": ["does not compile: " + " / ".join(last)[:1500]]}
 
 
 def line_of(row: Row) -> str:
@@ -200,7 +215,9 @@ def main() -> int:
     if not partial:
         names = {(case.name, chip) for case, chip in wanted}
         rows = {key_of(row): row for row in [*table, *new] if key_of(row) in names}
-        write_table([row for row in rows.values() if "problems" not in row])  # only what passed
+        passed = [row for row in rows.values() if "problems" not in row]
+        write_table(passed)
+        PAGE.write_text(document.replace_tables(PAGE.read_text(), cases, passed))
     print(f"gate: {len(wanted)} rows, {len(new)} compiled, {len(failed)} failed")
     return 1 if failed else 0
 

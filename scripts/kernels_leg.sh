@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The kernels' tests under Python 3.12 with the JAX of the GPU machines.
+# The kernels' tests under Python 3.12 with the JAX of the GPU machines, and the gate that compiles
+# kernels for GPUs that are not here.  With the argument `gate`: the gate's whole table instead.
 # Without a Python 3.12 it says so and passes; with REQUIRE_GATE=1 it fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -35,6 +36,28 @@ stamp=$venv/.stamp-test
 if [ ! -f "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
   touch "$stamp"
+fi
+
+# The gate's compiler: JAX's CUDA plugin without what only a GPU needs, and ptxas where there is
+# none.  These wheels are large; where they cannot be had, what compiles is skipped.
+gate_stamp=$venv/.stamp-gate
+version=$("$venv/bin/python" -c 'import jax; print(jax.__version__)')
+if [ "$(cat "$gate_stamp" 2>/dev/null)" != "$version" ]; then
+  wheels=("jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version")
+  command -v ptxas >/dev/null || wheels+=("nvidia-cuda-nvcc==13.0.*" "nvidia-nvvm==13.0.*")
+  if "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "${wheels[@]}"; then
+    echo "$version" >"$gate_stamp"
+  elif [ "${REQUIRE_GATE:-}" = 1 ]; then
+    echo "gate: REQUIRE_GATE=1, and ${wheels[*]} cannot be installed" >&2
+    exit 1
+  else
+    echo "gate: skipped, ${wheels[*]} cannot be installed"
+  fi
+fi
+
+if [ "${1:-}" = gate ]; then
+  shift
+  exec "$venv/bin/python" scripts/gpu_gate.py "$@"
 fi
 "$venv/bin/python" -c 'import jax, sys; print("kernels: Python", sys.version.split()[0], "jax", jax.__version__)'
 # No tests at all is pytest's exit code 5: that fails, too.

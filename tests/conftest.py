@@ -2,10 +2,15 @@
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if sys.version_info >= (3, 12):
+    # XLA:CPU's threads.  The interpreter of Mosaic kernels, which only this leg has, blocks one for
+    # each of three warpgroups, and stops for ever where there are fewer.
+    os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))
 
 import jax
 import pytest

@@ -63,3 +63,21 @@ def test_local_cpu():
     assert 0 < chip.memory_bytes <= total
     assert 1e8 < chip.bandwidth < 1e13
     assert 1e8 < chip.f32_flops < 1e15
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA L4", "l4-24gb"),
+        ("NVIDIA L40S", "l40s-48gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090-24gb"),
+        ("NVIDIA GeForce RTX 5060", "rtx-5060-8gb"),
+        ("NVIDIA GB200", None),
+        ("cpu", None),
+    ],
+)
+def test_a_drivers_name_finds_the_chip(kind: str, name: str | None) -> None:
+    assert hardware.chip_of_kind(kind) == name

@@ -75,6 +75,10 @@ def generate(
     num_slots: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens a cache page.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens a prefill step.")] = None,
+    implementation: Annotated[
+        str | None,
+        typer.Option(help="xla, triton or mosaic [default: the best for each operation here]."),
+    ] = None,
     dtype: DtypeOption = None,
     packed: PackedOption = False,
 ) -> None:
@@ -84,8 +88,13 @@ def generate(
     if prompts and batch_file is not None:
         raise ValueError("give prompts or --batch-file, not both")
     batch = None if batch_file is None else read_batch(batch_file)
-    sizes = {"num_slots": num_slots, "page_size": page_size, "prefill_chunk": prefill_chunk}
-    options = {name: size for name, size in sizes.items() if size is not None}
+    given = {
+        "num_slots": num_slots,
+        "page_size": page_size,
+        "prefill_chunk": prefill_chunk,
+        "implementation": implementation,
+    }
+    options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if batch is not None and is_openai_batch(batch[1]):
         if chat or logprobs:
             raise ConfigError(

@@ -65,6 +65,7 @@ def generate(
     logprobs_mode: str = "raw",
     share_prefixes: bool = True,
     implementation: str | None = None,
+    command_buffers: bool = True,
     device: DeviceLike = None,
 ) -> Any:
     """Generate from every prompt: prefill, decode, sampling and refill of slots in one compiled
@@ -92,7 +93,12 @@ def generate(
             distribution that is sampled.
         share_prefixes: prompts that begin alike share pages and prefill.  Inside a trace only the
             samples of one prompt do, always.
-        implementation: None chooses; "xla" is what there is.
+        implementation: None chooses for each op, by platform, shape and dtype; "xla", "triton" or
+            "mosaic" forces one where the op has it, and fails where it cannot do the model;
+            "interpret" runs the Triton kernels on any device, slowly.  The result's
+            `stats["implementations"]` says what ran.
+        command_buffers: on an NVIDIA GPU, run the whole loop as one CUDA graph, without a launch
+            from the host for each kernel; False turns that off.
         device: where this call runs: a jax.Device, "cpu", "gpu", or one of several like "cpu:1".
             Weights that lie elsewhere are copied there for this call, `stats["bytes_moved"]` says
             how many bytes; before many calls move them once, with `jax.device_put`.  None runs
@@ -104,12 +110,9 @@ def generate(
     Raises:
         RequestError: a prompt or parameter that cannot be served, with its index or name.
         CapacityError: the pool cannot hold one of the requests.
-        ConfigError: there is no such device, or a trace decides where to run.
+        ConfigError: there is no such device or implementation, or a trace decides where to run.
+        NotImplementedError: a forced implementation cannot do the model's shapes, or not here.
     """
-    if implementation not in (None, "xla"):
-        raise RequestError(
-            f"implementation is {implementation!r}; this version has 'xla' (None chooses it)"
-        )
     options = RunOptions(
         num_slots=num_slots,
         page_size=page_size,
@@ -117,6 +120,8 @@ def generate(
         prefill_chunk=prefill_chunk,
         logprobs_mode=logprobs_mode,
         share_prefixes=share_prefixes,
+        implementation=implementation,
+        command_buffers=command_buffers,
     )
     if _is_traced(params, prompts, prompt_lens, sampling, key):
         if device is not None:

@@ -10,8 +10,10 @@ from infer.cache import paged
 from infer.cache.paged import PagedCache
 from infer.config import LayerConfig
 from infer.models import decoder
+from infer.models.blocks import Turn
 from infer.models.params import Params
 from infer.ops.attention import paged_attention
+from infer.ops.rope import rope_write
 
 
 def through_layers(
@@ -22,11 +24,13 @@ def through_layers(
     slots: Int[Array, " N"],
     page_table: Int[Array, "B M"],
     spans: Int[Array, " N"],
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "N D"], PagedCache]:
     """Write keys and values of all tokens into pages, attend, and return the residual stream and
     the cache.
 
     `positions` -1 and `slots` past the end mark padding, which writes nothing.
+    `implementation` is that of the ops; None chooses.
     """
     config = params.config
     flat = positions.reshape(-1)
@@ -37,12 +41,12 @@ def through_layers(
         q: Array,
         k: Array,
         v: Array,
+        turn: Turn,
         sinks: Array | None,
         pools: tuple[Array, Array],
     ):
         # Written first, read after: reading the old pool once the new one exists would copy it.
-        k_pages = paged.write_tokens(pools[0], k, pages, flat)
-        v_pages = paged.write_tokens(pools[1], v, pages, flat)
+        q, k_pages, v_pages = rope_write(q, k, v, turn, pages, flat, *pools, implementation)
         o = paged_attention(
             q.reshape(*positions.shape, *q.shape[1:]),
             k_pages,
@@ -53,6 +57,7 @@ def through_layers(
             window=layer.window,
             softcap=config.attn_softcap,
             sinks=sinks,
+            implementation=implementation,
         )
         return o.reshape(q.shape), (k_pages, v_pages)
 
@@ -63,6 +68,7 @@ def through_layers(
         attend,
         tuple(zip(cache.k_pages, cache.v_pages, strict=True)),
         spans,
+        implementation,
     )
     k_pages, v_pages = zip(*pools, strict=True)
     return x, dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)

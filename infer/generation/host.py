@@ -1,5 +1,6 @@
 """The host form of `generate`: one job with its arrays, its compiled program and its clock."""
 
+import dataclasses
 import functools
 import math
 import secrets
@@ -15,7 +16,12 @@ from jax import Array
 from infer.backend import check_memory, default_platform
 from infer.cache import paged
 from infer.cache.layout import pool_bytes
-from infer.compiling import num_traces, record_trace
+from infer.compiling import (
+    COMMAND_BUFFERS,
+    make_room_for_programs,
+    num_traces,
+    record_trace,
+)
 from infer.config import ModelConfig
 from infer.errors import RequestError
 from infer.generation import prepare, rows
@@ -29,6 +35,7 @@ from infer.generation.slots import finish_rows
 from infer.generation.state import Finish, Requests, State
 from infer.generation.text import RowText
 from infer.models.params import Params
+from infer.ops.choice import recording
 from infer.sampling import GREEDY_BELOW, SamplingParams
 
 PROGRAM = "generate"
@@ -48,18 +55,48 @@ def traced_run(
 ) -> State:
     """Run turns, and count each trace: the function that is compiled."""
     record_trace(PROGRAM, vars(caps))
-    return run(
-        params,
-        requests,
-        state,
-        max_turns,
-        until_first,
-        lanes=caps.lanes,
-        processed_logprobs=caps.processed_logprobs,
-    )
+    with recording() as choices:
+        state = run(
+            params,
+            requests,
+            state,
+            max_turns,
+            until_first,
+            lanes=caps.lanes,
+            processed_logprobs=caps.processed_logprobs,
+            implementation=caps.implementation,
+        )
+    _choices[_program_key(params, caps)] = {c.op: c.implementation for c in choices}
+    return state
 
 
-run_program = jax.jit(traced_run, static_argnames="caps", donate_argnames="state")
+# What the ops of each program run, found while it was traced.
+_choices: dict[Any, dict[str, str]] = {}
+
+
+def _program_key(params: Params, caps: Caps) -> Any:
+    return params.config, str(params.dtype), caps
+
+
+_jit = functools.partial(jax.jit, static_argnames="caps", donate_argnames="state")
+_run_plain = _jit(traced_run)
+_run_as_graph = _jit(traced_run, compiler_options=dict(COMMAND_BUFFERS))
+
+
+def run_program(
+    params: Params,
+    requests: Requests,
+    state: State,
+    max_turns: Array,
+    until_first: Array,
+    *,
+    caps: Caps,
+) -> State:
+    """Call the compiled program of `caps`; `state` is donated."""
+    program = _run_as_graph if caps.command_buffers else _run_plain
+    return program(params, requests, state, max_turns, until_first, caps=caps)
+
+
 _finish = jax.jit(finish_rows, donate_argnames="state")
 
 
@@ -143,6 +180,8 @@ class Job:
             page_size=options.page_size,
             processed_logprobs=options.logprobs_mode == "processed",
             lanes=prepare.lanes_for(options.prefill_chunk, prompt_cap, slots),
+            implementation=options.implementation,
+            command_buffers=options.command_buffers and default_platform() == "gpu",
             **(rows.caps_of(todo, config.vocab_size) | room.features),
         )
         state = rows.sampling_state(todo, key, caps, config.vocab_size)
@@ -158,7 +197,9 @@ class Job:
         check_fits(saved, params)
         prompt = saved.ids()[: int(saved.requests.prompt_lens[0])]
         todo = rows.expand_rows([prompt], [saved.params()], params.config, tokenizer)
-        job = cls(params, todo, saved.requests, saved.caps, tokenizer, None)
+        graph = saved.caps.command_buffers and default_platform() == "gpu"
+        caps = dataclasses.replace(saved.caps, command_buffers=graph)
+        job = cls(params, todo, saved.requests, caps, tokenizer, None)
         job.state = jax.tree.map(jnp.copy, saved.state)
         if job.text is not None:
             job._read()
@@ -190,6 +231,8 @@ class Job:
         """Compile the program by a call of no turns, so that compiling and running are timed
         apart.
         """
+        if _program_key(self.params, self.caps) not in _choices:
+            make_room_for_programs()
         before = num_traces(PROGRAM)
         seconds = self._run(0, False)
         self.compiles += num_traces(PROGRAM) - before
@@ -260,9 +303,11 @@ class Job:
         generated = int(np.sum(lengths))
         # Prompt tokens of the first wave only: later ones are prefilled among the decode passes.
         first_wave = self.first_prompt_tokens
+        ran = _choices.get(_program_key(self.params, self.caps), {})
         stats = {
             "backend": self.backend,
-            "implementation": "xla",
+            "implementation": next((name for name in ran.values() if name != "xla"), "xla"),
+            "implementations": ran,
             "compile_s": self.compile_s,
             "ttft_s": self.ttft_s,
             "prefill_tokens_per_s": first_wave / self.ttft_s if self.ttft_s else None,

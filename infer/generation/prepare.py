@@ -16,6 +16,7 @@ from infer.config import ModelConfig
 from infer.errors import RequestError
 from infer.generation.state import Lanes, Requests, State, initial_state
 from infer.models.params import Params
+from infer.ops.choice import check_implementation
 
 # One tile of a prefill pass: long enough for full dots, short enough that a short prompt wastes
 # little.
@@ -75,9 +76,12 @@ class RunOptions:
     prefill_chunk: int = 256
     logprobs_mode: str = "raw"
     share_prefixes: bool = True
+    implementation: str | None = None
+    command_buffers: bool = True
     room: Room = Room()
 
     def __post_init__(self) -> None:
+        check_implementation(self.implementation)
         if self.logprobs_mode not in ("raw", "processed"):
             raise RequestError(
                 f"logprobs_mode is {self.logprobs_mode!r}, must be 'raw' (the model's own) or "
@@ -114,6 +118,8 @@ class Caps:
     prompt_logprobs: int | None
     processed_logprobs: bool
     lanes: Lanes
+    implementation: str | None = None
+    command_buffers: bool = False
 
 
 def bucket(value: int, smallest: int) -> int:

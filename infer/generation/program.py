@@ -39,6 +39,7 @@ from infer.generation.state import (
 )
 from infer.models import decoder
 from infer.models.params import Params
+from infer.ops.sample import process_logits, sample
 from infer.pytree import Leaf, pytree_dataclass
 from infer.sampling import (
     History,
@@ -47,8 +48,6 @@ from infer.sampling import (
     filtered_logits,
     is_stop,
     log_probabilities,
-    process_logits,
-    sample,
     take,
     top_log_probabilities,
 )
@@ -71,6 +70,7 @@ def run(
     *,
     lanes: Lanes,
     processed_logprobs: bool = False,
+    implementation: str | None = None,
 ) -> State:
     """Run turns until every request is done, `max_turns` have been run in all, or the pool cannot
     serve anyone.
@@ -84,6 +84,7 @@ def run(
         lanes: shape of a prefill pass.
         processed_logprobs: report log-probabilities of the distribution that is sampled, after
             masks, penalties, temperature and filters, instead of the raw model's.
+        implementation: of the ops; None chooses.
     """
 
     def go_on(s: State) -> Array:
@@ -99,18 +100,21 @@ def run(
             rows=jnp.zeros(num_slots, bool),
         )
         c = (s, none)
+        prefill = lambda state, ready: _prefill_pass(
+            params, requests, state, ready, lanes, implementation
+        )
         _, c = lax.while_loop(
             lambda c: (c[0] < lanes.passes) & jnp.any(todo(c[1][0]) > 1),
-            lambda c: (c[0] + 1, _prefill_pass(params, requests, *c[1], lanes)),
+            lambda c: (c[0] + 1, prefill(*c[1])),
             (jnp.zeros((), jnp.int32), c),
         )
-        c = at_most_once(jnp.any(todo(c[0]) == 1), lambda c: _decode_pass(params, requests, *c), c)
+        decode = lambda c: _decode_pass(params, requests, c[0], c[1], implementation)
+        c = at_most_once(jnp.any(todo(c[0]) == 1), decode, c)
         s, ready = _with_forks(requests, *c)
         # Nothing is ready after most turns of a long prompt alone: the head, as dear as several
         # layers, is skipped.
-        s = at_most_once(
-            jnp.any(ready.rows), lambda s: _emit(params, requests, s, ready, processed_logprobs), s
-        )
+        emit = lambda s: _emit(params, requests, s, ready, processed_logprobs, implementation)
+        s = at_most_once(jnp.any(ready.rows), emit, s)
         return admit(_counted(s, turns=1), requests)
 
     return lax.while_loop(go_on, turn, admit(state, requests))
@@ -140,7 +144,12 @@ def _with_forks(requests: Requests, state: State, ready: Ready) -> tuple[State, 
 
 
 def _prefill_pass(
-    params: Params, requests: Requests, state: State, ready: Ready, lanes: Lanes
+    params: Params,
+    requests: Requests,
+    state: State,
+    ready: Ready,
+    lanes: Lanes,
+    implementation: str | None,
 ) -> tuple[State, Ready]:
     """Put up to `num_tiles` tiles of prompts into the cache, oldest request first; note which
     prompts are complete.
@@ -170,10 +179,17 @@ def _prefill_pass(
     table = state.cache.page_table[slot]
     spans = jnp.repeat(planned_length(requests, row), lanes.tile)
     x, cache = through_layers(
-        params, state.cache, tokens.reshape(-1), positions, slots_flat, table, spans
+        params,
+        state.cache,
+        tokens.reshape(-1),
+        positions,
+        slots_flat,
+        table,
+        spans,
+        implementation,
     )
 
-    output = _score_prompts(params, requests, state.output, x, row, positions)
+    output = _score_prompts(params, requests, state.output, x, row, positions, implementation)
     target = jnp.where(used, slot, num_slots)
     done = jnp.zeros(num_slots, jnp.int32).at[target].add(count, mode="drop")
     last = jnp.zeros(num_slots, jnp.int32).at[target].max(g * lanes.tile + count - 1, mode="drop")
@@ -191,6 +207,7 @@ def _score_prompts(
     x: Float[Array, "N D"],
     row: Int[Array, " G"],
     positions: Int[Array, "G U"],
+    implementation: str | None,
 ) -> Output:
     """Record the raw log-probability of each next prompt token that the tiles' positions predict.
 
@@ -206,7 +223,7 @@ def _score_prompts(
     x = x.reshape(num_tiles, tile, -1)
 
     def one(g: Array, out: Output) -> Output:
-        raw = decoder.logits(params, x[g])
+        raw = decoder.logits(params, x[g], implementation)
         target = requests.prompts.at[row[g], positions[g] + 1].get(mode="clip")
         at = jnp.where(wanted[g], row[g], num_requests), positions[g] + 1
         count = out.prompt_top_tokens.shape[-1]
@@ -227,7 +244,7 @@ def _score_prompts(
 
 
 def _decode_pass(
-    params: Params, requests: Requests, state: State, ready: Ready
+    params: Params, requests: Requests, state: State, ready: Ready, implementation: str | None
 ) -> tuple[State, Ready]:
     """Run one token of every slot that has exactly one to do."""
     num_slots = state.request.shape[0]
@@ -245,6 +262,7 @@ def _decode_pass(
         jnp.where(active, slots, state.cache.page_table.shape[0]),
         state.cache.page_table[:num_slots],
         planned_length(requests, row),
+        implementation,
     )
     lengths = cache.lengths.at[:num_slots].add(active.astype(jnp.int32))
     state = dataclasses.replace(state, cache=dataclasses.replace(cache, lengths=lengths))
@@ -261,7 +279,12 @@ def _noted(ready: Ready, rows: Array, x: Array) -> Ready:
 
 
 def _emit(
-    params: Params, requests: Requests, state: State, ready_rows: Ready, processed: bool
+    params: Params,
+    requests: Requests,
+    state: State,
+    ready_rows: Ready,
+    processed: bool,
+    implementation: str | None,
 ) -> State:
     """Sample a token for each slot that is ready, record it, and free the slots that are
     finished.
@@ -270,7 +293,7 @@ def _emit(
     num_requests = requests.prompts.shape[0]
     vocab = params.config.vocab_size
     sampling = take(requests.sampling, state.request)
-    raw = decoder.logits(params, ready_rows.x)
+    raw = decoder.logits(params, ready_rows.x, implementation)
     row = row_of(state, requests)
     with jax.named_scope("sample"):
         history = History(
@@ -279,9 +302,9 @@ def _emit(
             generated=state.output.tokens[row],
             num_generated=state.num_generated,
         )
-        allowed = process_logits(raw, sampling, history)
+        allowed = process_logits(raw, sampling, history, implementation)
         keys = draw_keys(sampling.key, requests.choice[row], state.num_generated, Role.DRAW)
-        token = sample(allowed, sampling, keys)
+        token = sample(allowed, sampling, keys, implementation)
         # A row without a number to compare, or with nothing left to draw, has no answer.
         best = jnp.max(allowed, axis=-1)
         sane = ~jnp.any(jnp.isnan(raw), axis=-1) & ~jnp.isneginf(best)

@@ -87,6 +87,7 @@ def generate_pure(
         jnp.zeros((), bool),
         lanes=caps.lanes,
         processed_logprobs=caps.processed_logprobs,
+        implementation=caps.implementation,
     )
     out = final.output
     valid = valid[given.prompt]
@@ -235,5 +236,6 @@ def _caps(count: int, length: int, new: int, sizes: dict[str, Any], options: Run
         page_size=options.page_size,
         processed_logprobs=options.logprobs_mode == "processed",
         lanes=prepare.lanes_for(options.prefill_chunk, length, slots),
+        implementation=options.implementation,
         **sizes,
     )

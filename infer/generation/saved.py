@@ -26,6 +26,7 @@ from infer.generation.rows import Row
 from infer.generation.slots import admit
 from infer.generation.state import Lanes, Requests, State
 from infer.models.params import Params
+from infer.ops.choice import check_implementation
 from infer.pytree import pytree_dataclass, static
 from infer.sampling import SamplingParams
 from infer.weights.safetensors import SafetensorsFile
@@ -184,14 +185,16 @@ def load_state(path: str | os.PathLike[str], params: Params) -> StreamState:
 def _caps(fields: dict[str, Any]) -> Caps:
     lanes, words = Lanes(**fields.pop("lanes")), tuple(fields.pop("bad_words"))
     caps = Caps(**fields, lanes=lanes, bad_words=words)
-    optional = {"processed_logprobs", "prompt_logprobs"}
+    check_implementation(caps.implementation)
+    optional = {"processed_logprobs", "prompt_logprobs", "implementation", "command_buffers"}
     sizes = [v for k, v in fields.items() if k not in optional]
     sizes += [*words, lanes.tile, lanes.num_tiles, lanes.passes]
     if caps.prompt_logprobs is not None:
         sizes.append(caps.prompt_logprobs)
     if not all(prepare.is_int(size) and 0 <= size < 2**31 for size in sizes):
         raise ValueError("a size is no number from 0 to 2**31 - 1")
-    if not isinstance(caps.processed_logprobs, bool) or caps.requests != 1 or len(words) != 2:
+    switches = caps.processed_logprobs, caps.command_buffers
+    if not all(isinstance(x, bool) for x in switches) or caps.requests != 1 or len(words) != 2:
         raise ValueError("these are not the sizes of one stream")
     if min(caps.slots, caps.pages, caps.page_size, lanes.tile, lanes.num_tiles, lanes.passes) < 1:
         raise ValueError("a size is 0")

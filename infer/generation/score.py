@@ -1,5 +1,7 @@
 """`score(params, tokens)`: log-probabilities of given tokens."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -22,6 +24,7 @@ def score(
     tokens: Int[Array, "B S"],
     *,
     paged: bool = False,
+    implementation: str | None = None,
     device: DeviceLike = None,
 ) -> Float[Array, "B S1"]:
     """Return log p(token t+1 | tokens 0..t) [B, S - 1], float32, differentiable in `params`.
@@ -35,6 +38,9 @@ def score(
         tokens: ids, every row full.
         paged: run through the page cache as a prompt of `generate` does, in chunks: attention's
             memory does not grow with S squared.  Not differentiable.
+        implementation: as in `generate`.  The Triton form of attention, which a GPU takes without
+            `paged` too, recomputes scores in the backward pass: its memory does not grow with S
+            squared either.
         device: where to compute, and where the result stays: a jax.Device, "cpu", "gpu", "cpu:1".
             Weights that lie elsewhere are copied there for this call.  None computes where the
             weights are.  Not inside a trace, gradients included.
@@ -52,12 +58,17 @@ def score(
     target = find_device(device)
     (params, tokens), _ = place((params, tokens), target)
     with on_device(target):
-        return _paged(params, tokens) if paged else _dense(params, tokens)
+        if paged:
+            return _paged(params, tokens, implementation)
+        return _dense(params, tokens, implementation)
 
 
-def _dense(params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S1"]:
+def _dense(
+    params: Params, tokens: Int[Array, "B S"], implementation: str | None
+) -> Float[Array, "B S1"]:
     batch, length = tokens.shape
-    x = decoder.dense_states(params, tokens).reshape(batch, length, -1)[:, :-1]
+    x = decoder.dense_states(params, tokens, None, implementation)
+    x = x.reshape(batch, length, -1)[:, :-1]
     count = batch * (length - 1)
     pad = -count % _CHUNK
     rows = lambda y: jnp.pad(y.reshape(count, *y.shape[2:]), ((0, pad),) + ((0, 0),) * (y.ndim - 2))
@@ -67,15 +78,18 @@ def _dense(params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S1"]:
     @jax.checkpoint
     def one(chunk: tuple[Array, Array]) -> Array:
         x, target = chunk
-        y = jax.nn.log_softmax(decoder.logits(params, x), axis=-1)
+        y = jax.nn.log_softmax(decoder.logits(params, x, implementation), axis=-1)
         return jnp.take_along_axis(y, target[:, None], axis=-1, mode="clip")[:, 0]
 
     logprobs = lax.map(one, (chunks(x), chunks(tokens[:, 1:])))
     return logprobs.reshape(-1)[:count].reshape(batch, length - 1)
 
 
-@jax.jit
-def _paged(params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S1"]:
+@functools.partial(jax.jit, static_argnames="implementation")
+def _paged(
+    params: Params, tokens: Int[Array, "B S"], implementation: str | None
+) -> Float[Array, "B S1"]:
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    run = generate_pure(params, tokens, None, sampling, None, None, RunOptions())
+    options = RunOptions(implementation=implementation)
+    run = generate_pure(params, tokens, None, sampling, None, None, options)
     return run.prompt_logprobs[:, 1:]

@@ -19,7 +19,7 @@ from infer.models.blocks import KV, Attend
 from infer.models.params import LayerParams, Params
 from infer.ops.attention import dense_attention
 from infer.ops.linear import embed, linear_f32
-from infer.ops.rope import rope_table
+from infer.ops.rope import apply_rope, rope_table
 
 
 def hidden_states(
@@ -29,6 +29,7 @@ def hidden_states(
     attend: Attend[KV],
     caches: Sequence[KV],
     spans: Int[Array, " T"] | None = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "T D"], tuple[KV, ...]]:
     """Run all layers; return the residual stream before the final norm, and the layers' new caches.
 
@@ -41,6 +42,7 @@ def hidden_states(
         spans: planned length of each token's sequence, prompt and new tokens; needed where rotary
             frequencies depend on it (dynamic NTK, LongRoPE; `config.ropes_by_length`), and the same
             for all tokens that share a cache.
+        implementation: of the ops; None chooses.
     """
     config = params.config
     with jax.named_scope("embed"):
@@ -65,10 +67,10 @@ def hidden_states(
         layer: LayerConfig,
         weights: LayerParams,
         x: Array,
-        turn: tuple[Array, Array] | None,
+        turn: blocks.Turn,
         cache: KV,
     ) -> tuple[Array, KV]:
-        return blocks.run_layer(config, layer, weights, x, turn, attend, cache)
+        return blocks.run_layer(config, layer, weights, x, turn, attend, cache, implementation)
 
     new = []
     for layer, weights, cache in zip(config.layers, params.layers, caches, strict=True):
@@ -77,11 +79,13 @@ def hidden_states(
     return x, tuple(new)
 
 
-def logits(params: Params, x: Float[Array, "T D"]) -> Float[Array, "T V"]:
+def logits(
+    params: Params, x: Float[Array, "T D"], implementation: str | None = None
+) -> Float[Array, "T V"]:
     """Return float32 logits of the residual stream `x`; ids past `num_tokens` are -inf."""
     config = params.config
     with jax.named_scope("head"):
-        h = blocks.norm(config, x, params.final_norm, params.final_norm_bias)
+        h = blocks.norm(config, x, params.final_norm, params.final_norm_bias, implementation)
         y = linear_f32(h, params.embed if params.lm_head is None else params.lm_head)
         y = blocks.scaled(y, config.logit_scale)
         if config.final_softcap is not None:
@@ -93,7 +97,10 @@ def logits(params: Params, x: Float[Array, "T D"]) -> Float[Array, "T V"]:
 
 
 def forward(
-    params: Params, tokens: Int[Array, "B S"], spans: Int[Array, " B"] | None = None
+    params: Params,
+    tokens: Int[Array, "B S"],
+    spans: Int[Array, " B"] | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B S V"]:
     """Return logits at every position, without a cache: the definition that every cached path is
     tested against.
@@ -103,20 +110,33 @@ def forward(
         tokens: ids in [0, V).
         spans: planned length of each sequence, for rotary scalings that depend on it; None is S.
             The forward that equals `generate` has prompt tokens + max_tokens.
+        implementation: of the ops; None chooses.
     """
-    return logits(params, dense_states(params, tokens, spans)).reshape(*tokens.shape, -1)
+    x = dense_states(params, tokens, spans, implementation)
+    return logits(params, x, implementation).reshape(*tokens.shape, -1)
 
 
 def dense_states(
-    params: Params, tokens: Int[Array, "B S"], spans: Int[Array, " B"] | None = None
+    params: Params,
+    tokens: Int[Array, "B S"],
+    spans: Int[Array, " B"] | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "T D"]:
     """Return the residual stream of all tokens, without a cache; arguments as in `forward`."""
     batch, length = tokens.shape
     config = params.config
 
     def attend(
-        layer: LayerConfig, q: Array, k: Array, v: Array, sinks: Array | None, cache: None
+        layer: LayerConfig,
+        q: Array,
+        k: Array,
+        v: Array,
+        turn: blocks.Turn,
+        sinks: Array | None,
+        cache: None,
     ) -> tuple[Array, None]:
+        if turn is not None:
+            q, k = apply_rope(q, *turn), apply_rope(k, *turn)
         split = lambda y: y.reshape(batch, length, *y.shape[1:])
         o = dense_attention(
             split(q),
@@ -126,6 +146,7 @@ def dense_states(
             window=layer.window,
             softcap=config.attn_softcap,
             sinks=sinks,
+            implementation=implementation,
         )
         return o.reshape(q.shape), cache
 
@@ -139,5 +160,6 @@ def dense_states(
         attend,
         (None,) * config.num_layers,
         jnp.repeat(spans, length),
+        implementation,
     )
     return x

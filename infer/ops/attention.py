@@ -1,5 +1,4 @@
-"""Causal attention: dense, and against a paged cache.  Plain XLA; every path here is the reference
-of a kernel.
+"""Causal attention: dense, and against a paged cache.
 
 The visible keys of a query at position i are j <= i, and j > i - window where a window is set: W
 keys in all, the query's own included.
@@ -12,30 +11,19 @@ It is neither scaled nor capped, and counts once, however keys are split into bl
 et al. 2023, arXiv 2309.17453, with a learned logit in place of sink tokens.
 """
 
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
+import functools
+from typing import Any
+
+from jax import Array
 from jaxtyping import Float, Int
 
-# Finite, so that a row without visible keys gives 0 / tiny rather than NaN, and small enough that
-# exp() of it is 0.
-_MASKED = -1e30
-# Pages read in one trip of the loop over a sequence: 64 keys with 16-token pages keep XLA:CPU's
-# dots busy.
-_KEYS_PER_TRIP = 64
+from infer.ops import attention_xla
+from infer.ops.choice import choose, target_gpu
+from infer.pallas.tuned import tuned
 
-
-def visible(
-    query_positions: Int[Array, "*B T"], key_positions: Int[Array, "*B S"], window: int | None
-) -> Array:
-    """Return the mask [..., T, S] of keys that each query may see."""
-    i, j = query_positions[..., :, None], key_positions[..., None, :]
-    mask = j <= i
-    return mask if window is None else mask & (j > i - window)
-
-
-def _softcapped(scores: Array, softcap: float | None) -> Array:
-    return scores if softcap is None else jnp.tanh(scores / softcap) * softcap
+# Rows of a tile that the kernel for few queries holds: queries of a row times heads a key/value
+# head.  More of them are a prefill chunk.
+_DECODE_ROWS = 64
 
 
 def dense_attention(
@@ -47,39 +35,128 @@ def dense_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Return causal attention of T queries over S keys, both starting at position 0, each head
     group sharing a key head.
 
-    Scores, softmax and sums are float32; the result has q's dtype.
+    Scores, softmax and sums are float32; the result has q's dtype.  Differentiable in q, k, v and
+    sinks in every form but "mosaic".
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        scale: factor on q·k.
+        window: visible keys, the query's own included; None for all.
+        softcap: bound of scores by tanh, or None.
+        sinks: a logit a head that joins the denominator only, or None.
+        implementation: see `infer.ops.choice`.
     """
-    batch, num_queries, num_heads, width = q.shape
-    num_kv = k.shape[2]
-    q_BTKGH = q.reshape(batch, num_queries, num_kv, num_heads // num_kv, width)
-    f32 = jnp.float32
-    scores = jnp.einsum(
-        "btkgh,bskh->bkgts", q_BTKGH, k, preferred_element_type=f32, precision="highest"
+    options = dict(scale=scale, window=window, softcap=softcap)
+    form = lambda run, **more: functools.partial(run, **options, **more)
+    return choose(
+        "dense_attention",
+        (q, k, v, sinks),
+        xla=form(_dense_xla),
+        kernels={
+            "triton": form(_dense_triton, interpret=False),
+            "mosaic": form(_dense_mosaic),
+            "interpret": form(_dense_triton, interpret=True),
+        },
+        preferred=("triton",),
+        implementation=implementation,
     )
-    scores = _softcapped(scores * scale, softcap)
-    mask = visible(
-        jnp.arange(num_queries, dtype=jnp.int32), jnp.arange(k.shape[1], dtype=jnp.int32), window
+
+
+def _dense_xla(q: Array, k: Array, v: Array, sinks: Array | None, **options: Any) -> Array:
+    return attention_xla.dense_attention(q, k, v, sinks=sinks, **options)
+
+
+def _dense_triton(q: Array, k: Array, v: Array, sinks: Array | None, **options: Any) -> Array:
+    from infer.pallas.flash_attention_backward import attention
+
+    return attention(q, k, v, sinks=sinks, **_flash_sizes(q, v), **options)[0]
+
+
+def _flash_sizes(q: Array, v: Array) -> dict[str, Any]:
+    """Return the flash kernels' block sizes for this chip: the measured ones, if any."""
+    from infer.pallas.flash_attention import FlashAttentionBlocks
+    from infer.pallas.flash_attention_backward import FlashAttentionBackwardBlocks
+
+    gpu = target_gpu()
+    shape = q.shape[-1], v.shape[-1], q.dtype, gpu.capability if gpu else None
+    chip, key = gpu.chip if gpu else None, f"h{q.shape[-1]} {q.dtype}"
+    forward, backward = (
+        FlashAttentionBlocks.for_shape(*shape),
+        FlashAttentionBackwardBlocks.for_shape(*shape),
     )
-    scores = jnp.where(mask[None, None, None], scores, _MASKED)
-    if sinks is None:
-        weights = jax.nn.softmax(scores, axis=-1)
-    else:
-        # The sink as one more key, whose weight is then dropped.
-        sink = sinks.astype(f32).reshape(1, num_kv, -1, 1, 1)
-        column = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
-        weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
-    o = jnp.einsum(
-        "bkgts,bskh->btkgh",
-        weights.astype(v.dtype),
-        v,
-        preferred_element_type=f32,
-        precision="highest",
+    return {
+        "blocks": tuned(forward, "flash_attention", chip, key),
+        "backward_blocks": tuned(backward, "flash_attention_backward", chip, key),
+    }
+
+
+def _dense_mosaic(q: Array, k: Array, v: Array, sinks: Array | None, **options: Any) -> Array:
+    from infer.pallas.flash_attention_mosaic import flash_attention_mosaic
+
+    return flash_attention_mosaic(q, k, v, sinks=sinks, **options)[0]
+
+
+def ragged_attention(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    starts: Int[Array, " R"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "T N H"]:
+    """Return causal attention within rows of different lengths that lie on one token axis.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        starts: first token of each row, ascending, and at the end the first token of none: tokens
+            from there on are padding, whose output is 0.  A row may be empty.
+        scale: factor on q·k.
+        window: visible keys, the query's own included; None for all.
+        softcap: bound of scores by tanh, or None.
+        sinks: a logit a head that joins the denominator only, or None.
+        implementation: see `infer.ops.choice`.
+    """
+    options = dict(scale=scale, window=window, softcap=softcap)
+    form = lambda run, **more: functools.partial(run, **options, **more)
+    return choose(
+        "ragged_attention",
+        (q, k, v, starts, sinks),
+        xla=form(_ragged_xla),
+        kernels={
+            "triton": form(_ragged_triton, interpret=False),
+            "interpret": form(_ragged_triton, interpret=True),
+        },
+        preferred=("triton",),
+        implementation=implementation,
     )
-    return o.reshape(q.shape).astype(q.dtype)
+
+
+def _ragged_xla(
+    q: Array, k: Array, v: Array, starts: Array, sinks: Array | None, **options: Any
+) -> Array:
+    return attention_xla.ragged_attention(q, k, v, starts, sinks=sinks, **options)
+
+
+def _ragged_triton(
+    q: Array, k: Array, v: Array, starts: Array, sinks: Array | None, **options: Any
+) -> Array:
+    from infer.pallas.flash_attention_backward import attention_ragged
+
+    sizes = _flash_sizes(q, v)
+    return attention_ragged(q, k, v, starts, sinks=sinks, **sizes, **options)[0]
 
 
 def paged_attention(
@@ -93,102 +170,101 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Return causal attention of T queries a row over that row's pages, by online softmax over
-    blocks of pages.
-
-    The number of blocks read is that of the row with the most visible keys, found at run time.
-    With a window, blocks that no row can see are skipped at the front as well.
+    """Return causal attention of T queries a row over that row's pages.
 
     Args:
         q: queries.
         k_pages: key pool; the queries' own keys are already written.
         v_pages: value pool.
         page_table: pages of each row, P where there is none.
-        positions: of each query in its sequence; negative for a query that is padding (its output
-            is 0).
+        positions: of each query in its sequence, ascending by one within a row; negative for a
+            query that is padding, at the end of its row (its output is 0).
         scale: factor on q·k.
         window: visible keys, the query's own included; None for all.
         softcap: bound of scores by tanh, or None.
         sinks: a logit a head that joins the denominator only, or None.
+        implementation: see `infer.ops.choice`.
     """
-    rows, num_queries, num_heads, width = q.shape
-    _, num_kv, page_size, _ = k_pages.shape
-    pages_per_trip = max(1, min(_KEYS_PER_TRIP // page_size, page_table.shape[1]))
-    keys_per_trip = pages_per_trip * page_size
-    # The table is padded to whole trips with a page that exists nowhere.
-    pad = -page_table.shape[1] % pages_per_trip
-    table = jnp.pad(page_table, ((0, 0), (0, pad)), constant_values=k_pages.shape[0])
-    group = num_heads // num_kv
-    q_BKMH = (
-        (q.astype(jnp.float32) * scale)
-        .reshape(rows, num_queries, num_kv, group, width)
-        .transpose(0, 2, 1, 3, 4)
-        .reshape(rows, num_kv, num_queries * group, width)
-        .astype(q.dtype)
+    options = dict(scale=scale, window=window, softcap=softcap)
+    form = lambda run, **more: functools.partial(run, **options, **more)
+    group = q.shape[2] // k_pages.shape[1]
+    few = q.shape[1] * group <= _DECODE_ROWS
+    kernels = {
+        "triton": form(_paged_triton, few=few, interpret=False),
+        "interpret": form(_paged_triton, few=few, interpret=True),
+    }
+    if not few:
+        kernels["mosaic"] = form(_paged_mosaic)
+    return choose(
+        "paged_attention" if few else "paged_prefill",
+        (q, k_pages, v_pages, page_table, positions, sinks),
+        xla=form(_paged_xla),
+        kernels=kernels,
+        preferred=("triton",),
+        implementation=implementation,
     )
-    i_B1M1 = jnp.repeat(positions, group, axis=1)[:, None, :, None]
-    end_B111 = jnp.max(positions, axis=1)[:, None, None, None]
 
-    def block(trip: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        m, total, acc = carry
-        ids = lax.dynamic_slice_in_dim(table, trip * pages_per_trip, pages_per_trip, axis=1)
-        gather = lambda pages: (
-            pages.at[ids]
-            .get(mode="clip")
-            .swapaxes(1, 2)
-            .reshape(rows, num_kv, keys_per_trip, width)
-        )
-        scores = jnp.einsum(
-            "bkmh,bksh->bkms",
-            q_BKMH,
-            gather(k_pages).astype(q.dtype),
-            preferred_element_type=jnp.float32,
-            precision="highest",
-        )
-        j = trip * keys_per_trip + jnp.arange(keys_per_trip, dtype=jnp.int32)[None, None, None, :]
-        mask = j <= i_B1M1
-        if window is not None:
-            mask = mask & (j > i_B1M1 - window)
-        scores = jnp.where(mask, _softcapped(scores, softcap), _MASKED)
-        m_new = jnp.maximum(m, jnp.max(scores, axis=-1, keepdims=True))
-        # A row that sees nothing yet has m_new = _MASKED, where exp(0) would count masked keys:
-        # mask again.
-        p = jnp.where(mask, jnp.exp(scores - m_new), 0.0)
-        rescale = jnp.exp(m - m_new)
-        # Keys past the row's last position are stale memory of another sequence: 0 x NaN would
-        # poison this one.
-        v = jnp.where(j.reshape(1, 1, -1, 1) <= end_B111, gather(v_pages), 0).astype(q.dtype)
-        update = jnp.einsum(
-            "bkms,bksh->bkmh",
-            p.astype(q.dtype),
-            v,
-            preferred_element_type=jnp.float32,
-            precision="highest",
-        )
-        return m_new, total * rescale + jnp.sum(p, axis=-1, keepdims=True), acc * rescale + update
 
-    last = jnp.max(positions) // keys_per_trip + 1
-    first = jnp.zeros((), last.dtype)
-    if window is not None:
-        live = jnp.where(positions >= 0, positions, jnp.iinfo(positions.dtype).max)
-        first = jnp.maximum(jnp.min(live) - window + 1, 0) // keys_per_trip
-    shape = (rows, num_kv, num_queries * group)
-    if sinks is None:
-        m, total = jnp.full((*shape, 1), _MASKED, jnp.float32), jnp.zeros((*shape, 1), jnp.float32)
+def _paged_xla(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    positions: Array,
+    sinks: Array | None,
+    **options: Any,
+) -> Array:
+    return attention_xla.paged_attention(
+        q, k_pages, v_pages, page_table, positions, sinks=sinks, **options
+    )
+
+
+def _paged_triton(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    positions: Array,
+    sinks: Array | None,
+    *,
+    few: bool,
+    **options: Any,
+) -> Array:
+    from infer.pallas import paged_attention as decode
+    from infer.pallas import paged_prefill as prefill
+
+    gpu, width = target_gpu(), q.shape[3]
+    chip, key = gpu.chip if gpu else None, f"h{width} {k_pages.dtype}"
+    if few:
+        sizes = decode.PagedAttentionBlocks.for_shape(
+            q.shape[0],
+            page_table.shape[1] * k_pages.shape[2],
+            num_kv=k_pages.shape[1],
+            width=width,
+            pool_dtype=k_pages.dtype,
+        )
+        sizes = tuned(sizes, "paged_attention", chip, key)
+        kernel = functools.partial(decode.paged_attention, blocks=sizes)
     else:
-        # The sum begins with the sink, exp(sink - m) = 1: counted once, whatever the blocks.
-        m = jnp.broadcast_to(
-            sinks.astype(jnp.float32).reshape(1, num_kv, 1, group),
-            (rows, num_kv, num_queries, group),
-        ).reshape(*shape, 1)
-        total = jnp.ones_like(m)
-    start = (m, total, jnp.zeros((*shape, width), jnp.float32))
-    _, total, acc = lax.fori_loop(first, last, block, start)
-    o = acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    return (
-        o.reshape(rows, num_kv, num_queries, group, width)
-        .transpose(0, 2, 1, 3, 4)
-        .reshape(q.shape)
-        .astype(q.dtype)
-    )
+        sizes = prefill.PagedPrefillBlocks.for_shape(
+            width=width, pool_dtype=k_pages.dtype, chip=chip
+        )
+        sizes = tuned(sizes, "paged_prefill", chip, key)
+        kernel = functools.partial(prefill.paged_prefill, blocks=sizes)
+    return kernel(q, k_pages, v_pages, page_table, positions, sinks=sinks, **options)
+
+
+def _paged_mosaic(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    positions: Array,
+    sinks: Array | None,
+    **options: Any,
+) -> Array:
+    from infer.pallas.paged_prefill_mosaic import paged_prefill_mosaic
+
+    return paged_prefill_mosaic(q, k_pages, v_pages, page_table, positions, sinks=sinks, **options)

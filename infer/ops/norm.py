@@ -1,16 +1,47 @@
 """Normalisation by the root mean square, and by mean and variance."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from infer.ops.choice import choose, with_xla_gradient
 
-def rms_norm(x: Float[Array, "*B D"], gain: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+
+def rms_norm(
+    x: Float[Array, "*B D"],
+    gain: Float[Array, " D"],
+    eps: float,
+    implementation: str | None = None,
+) -> Float[Array, "*B D"]:
     """Return x / sqrt(mean(x^2) + eps) * gain, computed in float32 and cast once to x's dtype.
 
     Source: Zhang and Sennrich 2019, arXiv 1910.07467.  `gain` is the effective factor: where a
     checkpoint stores w and the model uses 1 + w (Gemma), the loader has added the one, in float32.
     """
+    xla = functools.partial(_rms_norm_xla, eps=eps)
+    kernel = lambda interpret: with_xla_gradient(
+        functools.partial(_rms_norm_triton, eps=eps, interpret=interpret), xla
+    )
+    return choose(
+        "rms_norm",
+        (x, gain),
+        xla=xla,
+        kernels={"triton": kernel(False), "interpret": kernel(True)},
+        preferred=(),  # XLA fuses the whole of it
+        implementation=implementation,
+    )
+
+
+def _rms_norm_triton(x: Array, gain: Array, *, eps: float, interpret: bool) -> Array:
+    from infer.pallas.rms_norm import rms_norm as kernel
+
+    rows = x.reshape(-1, x.shape[-1])
+    return kernel(rows, gain, eps, interpret=interpret)[0].reshape(x.shape)
+
+
+def _rms_norm_xla(x: Array, gain: Array, *, eps: float) -> Array:
     x32 = x.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     y = x32 * inverse * gain.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))

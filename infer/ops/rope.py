@@ -9,12 +9,16 @@ frequencies, the cached ones too, so the length that counts is the planned one, 
 given with the positions, and one sequence keeps its span for life.
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from infer.cache.paged import write_tokens
 from infer.config import RopeConfig, RopeScaling, RopeScalingKind
+from infer.ops.choice import choose
 from infer.ops.frequencies import attention_factor, inverse_frequencies
 
 
@@ -82,3 +86,76 @@ def apply_rope(
     a, b, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
     c, s = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([a * c - b * s, b * c + a * s, rest], axis=-1).astype(x.dtype)
+
+
+def rope_write(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    turn: tuple[Float[Array, "T H2"], Float[Array, "T H2"]] | None,
+    pages: Int[Array, " T"],
+    positions: Int[Array, " T"],
+    k_pages: Float[Array, "P K U H"],
+    v_pages: Float[Array, "P K U H"],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T N H"], Float[Array, "P K U H"], Float[Array, "P K U H"]]:
+    """Turn q and k, write k and v of each token at (page, position modulo U), and return q and the
+    pools.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        turn: cos and sin of the tokens' angles; None turns nothing.
+        pages: of each token; P writes nothing.
+        positions: of each token in its sequence.
+        k_pages: key pool.
+        v_pages: value pool.
+        implementation: see `infer.ops.choice`.
+    """
+    if turn is None:
+        put = lambda pool, x: write_tokens(pool, x, pages, positions)
+        return q, put(k_pages, k), put(v_pages, v)
+    kernel = lambda interpret: functools.partial(_rope_write_triton, interpret=interpret)
+    return choose(
+        "rope_write",
+        (q, k, v, *turn, pages, positions, k_pages, v_pages),
+        xla=_rope_write_xla,
+        kernels={"triton": kernel(False), "interpret": kernel(True)},
+        preferred=(),
+        implementation=implementation,
+    )
+
+
+def _rope_write_xla(
+    q: Array,
+    k: Array,
+    v: Array,
+    cos: Array,
+    sin: Array,
+    pages: Array,
+    positions: Array,
+    k_pages: Array,
+    v_pages: Array,
+) -> tuple[Array, Array, Array]:
+    k_pages = write_tokens(k_pages, apply_rope(k, cos, sin), pages, positions)
+    return apply_rope(q, cos, sin), k_pages, write_tokens(v_pages, v, pages, positions)
+
+
+def _rope_write_triton(
+    q: Array,
+    k: Array,
+    v: Array,
+    cos: Array,
+    sin: Array,
+    pages: Array,
+    positions: Array,
+    k_pages: Array,
+    v_pages: Array,
+    *,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    from infer.pallas.rope_write import rope_write as kernel
+
+    slots = positions % k_pages.shape[2]
+    return kernel(q, k, v, cos, sin, pages, slots, k_pages, v_pages, interpret=interpret)

@@ -4,9 +4,11 @@ Kernels take whole arrays and load tiles by arrays of indices, every edge masked
 checks no bounds (the interpreter, which pads, hides a missing mask).
 """
 
+import contextlib
+import contextvars
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +24,20 @@ warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecat
 # Of a score that a query must not see: finite, so that a row without visible keys gives 0 / tiny
 # rather than NaN, and small enough that exp() of it is 0.
 MASKED = -1e30
+
+_interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "infer_interpreting", default=False
+)
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Interpret every kernel that is traced inside: any device, slowly.  For tests."""
+    token = _interpreting.set(True)
+    try:
+        yield
+    finally:
+        _interpreting.reset(token)
 
 
 def triton_call(
@@ -60,7 +76,7 @@ def triton_call(
         out_shape=out_shape,
         compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         input_output_aliases=dict(aliases or {}),
-        interpret=interpret,
+        interpret=interpret or _interpreting.get(),
         name=name,
     )(*operands)
 

@@ -15,7 +15,14 @@ from infer.sampling.draw import (
 )
 from infer.sampling.keys import Role, draw_keys, request_keys, seed_words
 from infer.sampling.params import SamplingParams
-from infer.sampling.process import History, mask_early_stops, penalise, process_logits
+from infer.sampling.process import (
+    History,
+    banned_ids,
+    mask_early_stops,
+    penalise,
+    process_logits,
+    token_counts,
+)
 from infer.sampling.state import SamplingState, is_stop, take
 
 __all__ = [
@@ -24,6 +31,7 @@ __all__ = [
     "Role",
     "SamplingParams",
     "SamplingState",
+    "banned_ids",
     "draw_keys",
     "filtered_logits",
     "is_stop",
@@ -35,6 +43,7 @@ __all__ = [
     "sample",
     "seed_words",
     "take",
+    "token_counts",
     "top_k_mask",
     "top_log_probabilities",
     "top_p_mask",

@@ -30,11 +30,10 @@ def process_logits(
     x = logits
     if state.allowed.shape[1]:
         x = jnp.where(state.allowed, x, -jnp.inf)
-    if state.bad_words.shape[1]:
-        x = _ban_words(x, state, history)
-    x = mask_early_stops(x, state, history.num_generated)
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    banned = banned_ids(state, history, logits.shape[1])
+    x = x.at[rows, banned].set(-jnp.inf, mode="drop")
     if state.bias_ids.shape[1]:
-        rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
         x = x.at[rows, state.bias_ids].add(state.bias, mode="drop")
     uses = (state.repetition != 1) | (state.frequency != 0) | (state.presence != 0)
     return lax.cond(jnp.any(uses), lambda x: penalise(x, state, history), lambda x: x, x)
@@ -44,11 +43,37 @@ def mask_early_stops(
     logits: Float[Array, "B V"], state: SamplingState, num_generated: Int[Array, " B"]
 ) -> Float[Array, "B V"]:
     """Set the stop ids of rows that have not reached `min_tokens` to -inf."""
-    vocab = logits.shape[-1]
-    early = (num_generated < state.min_tokens)[:, None]
-    ids = jnp.where(early, state.stop_ids, vocab)
+    ids = _early_stops(state, num_generated, logits.shape[-1])
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     return logits.at[rows, ids].set(-jnp.inf, mode="drop")
+
+
+def banned_ids(state: SamplingState, history: History, vocab: int) -> Int[Array, "B X"]:
+    """Return ids that must not be drawn now, `vocab` where there is none: stop ids before
+    `min_tokens`, and the last id of every bad word whose other ids were just generated.
+    """
+    stops = _early_stops(state, history.num_generated, vocab)
+    words = state.bad_words
+    if not words.shape[1]:
+        return stops
+    matched = ends_with(history, words[:, :, :-1], vocab) if words.shape[2] > 1 else True
+    return jnp.concatenate([stops, jnp.where(matched, words[:, :, -1], vocab)], axis=1)
+
+
+def _early_stops(state: SamplingState, num_generated: Array, vocab: int) -> Array:
+    early = (num_generated < state.min_tokens)[:, None]
+    return jnp.where(early, state.stop_ids, vocab)
+
+
+def token_counts(history: History, vocab: int) -> Int[Array, "B V"]:
+    """Return 2 x (how often each id was generated) + (1 if it is in the prompt)."""
+    rows = jnp.arange(history.prompts.shape[0], dtype=jnp.int32)[:, None]
+    in_prompt = _filled(history.prompts, history.prompt_lens)
+    in_output = _filled(history.generated, history.num_generated)
+    prompt_ids = jnp.where(in_prompt, history.prompts, vocab)
+    output_ids = jnp.where(in_output, history.generated, vocab)
+    seen = jnp.zeros((rows.shape[0], vocab), jnp.int32).at[rows, prompt_ids].set(1, mode="drop")
+    return seen.at[rows, output_ids].add(2, mode="drop")
 
 
 def penalise(
@@ -61,14 +86,8 @@ def penalise(
     frequency f and presence p, on generated tokens only: x - f count - p [count > 0].  Source: the
     OpenAI API reference.
     """
-    batch, vocab = logits.shape
-    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    in_prompt = _filled(history.prompts, history.prompt_lens)
-    in_output = _filled(history.generated, history.num_generated)
-    prompt_ids = jnp.where(in_prompt, history.prompts, vocab)
-    output_ids = jnp.where(in_output, history.generated, vocab)
-    counts = jnp.zeros((batch, vocab), jnp.float32).at[rows, output_ids].add(1.0, mode="drop")
-    seen = (counts > 0).at[rows, prompt_ids].set(True, mode="drop")
+    packed = token_counts(history, logits.shape[1])
+    counts, seen = (packed >> 1).astype(jnp.float32), packed > 0
     r = state.repetition[:, None]
     x = jnp.where(seen, jnp.where(logits > 0, logits / r, logits * r), logits)
     x = x - state.frequency[:, None] * counts
@@ -90,13 +109,3 @@ def ends_with(history: History, sequences: Int[Array, "B W L"], vocab: int) -> B
     last = jnp.take_along_axis(history.generated, jnp.maximum(at, 0), axis=1, mode="clip")
     last = jnp.where(at >= 0, last, -1)[:, None, :]
     return jnp.all((sequences == vocab) | (sequences == last), axis=2)
-
-
-def _ban_words(x: Array, state: SamplingState, history: History) -> Array:
-    """Set to -inf the last id of every bad word whose other ids were just generated."""
-    vocab = x.shape[1]
-    words = state.bad_words
-    matched = ends_with(history, words[:, :, :-1], vocab) if words.shape[2] > 1 else True
-    banned = jnp.where(matched, words[:, :, -1], vocab)
-    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    return x.at[rows, banned].set(-jnp.inf, mode="drop")

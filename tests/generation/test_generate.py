@@ -354,7 +354,6 @@ def test_inside_a_trace_host_work_and_missing_keys_are_refused() -> None:
         ([[1]], {"num_slots": 0}, "num_slots is 0"),
         ([[1]], {"num_slots": 10**30, "num_pages": 4}, "num_slots is 1000"),
         ([[1]], {"prefill_chunk": -1}, "prefill_chunk is -1"),
-        ([[1]], {"implementation": "cuda"}, "implementation is 'cuda'"),
         ([[1]], {"key": jnp.zeros(2, jnp.uint32)}, "pass one typed key"),
         ([[1]], {"max_tokens": 5}, "max_tokens goes into SamplingParams"),
     ],

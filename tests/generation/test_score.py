@@ -59,3 +59,14 @@ def test_decode_time_logprobs_equal_those_of_score(paged: bool) -> None:
     whole = jnp.asarray([p + out.token_ids(i) for i, p in enumerate(prompts)], jnp.int32)
     scored = infer.score(params, whole, paged=paged)[:, 2:]
     np.testing.assert_allclose(out.logprobs, scored, atol=2e-5)
+
+
+@pytest.mark.kernels
+def test_the_gradient_through_the_kernels_is_that_of_the_plain_forms() -> None:
+    """Flash attention backwards, and the fused small operations with the plain form's gradient."""
+    params, tokens = tiny.gemma3(), _tokens(2, 11)
+    loss = lambda name: lambda params: infer.score(params, tokens, implementation=name).sum()
+    got = jax.jit(jax.value_and_grad(loss("interpret")))(params)
+    want = jax.jit(jax.value_and_grad(loss("xla")))(params)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * float(jnp.max(jnp.abs(b))) + 1e-6)

@@ -35,7 +35,7 @@ def test_the_embedding_factor_takes_the_dtype_of_the_activations(hidden, factor)
     ones = jnp.ones((4, hidden), jnp.bfloat16)
     params = Params(embed=ones, layers=(), final_norm=ones[0], config=config)
     tokens = jnp.asarray([1], jnp.int32)
-    attend = lambda layer, q, k, v, sinks, cache: (q, cache)
+    attend = lambda layer, q, k, v, turn, sinks, cache: (q, cache)
     x, _ = decoder.hidden_states(params, tokens, tokens, attend, ())
     assert x.dtype == jnp.bfloat16
     np.testing.assert_array_equal(x.astype(jnp.float32), factor)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.ops.attention import dense_attention, paged_attention, visible
+from infer.ops.attention import dense_attention, paged_attention, ragged_attention
+from infer.ops.attention_xla import visible
 from tests.tolerances import tolerance
 
 pytestmark = pytest.mark.kernels
@@ -160,3 +161,20 @@ def test_sinks_of_grouped_heads_over_many_trips() -> None:
         sinks=f32(sinks),
     )
     np.testing.assert_allclose(paged[0], want, **tolerance("float32", 256))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_ragged_rows_are_each_row_alone(implementation: str) -> None:
+    """Rows of 5, 0, 1 and 9 tokens on one axis; two tokens of padding give 0."""
+    starts = np.asarray([0, 5, 5, 6, 15], np.int32)
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in _qkv(17, 4, 2, 16))
+    sinks = jnp.linspace(-1, 1, 4, dtype=jnp.float32)
+    options = dict(scale=0.3, window=4, softcap=3.0, sinks=sinks)
+    o = ragged_attention(q, k, v, jnp.asarray(starts), implementation=implementation, **options)
+    for first, end in itertools.pairwise(starts):
+        if end > first:
+            row = dense_attention(
+                *(x[None, first:end] for x in (q, k, v)), implementation="xla", **options
+            )
+            np.testing.assert_allclose(o[first:end], row[0], **tolerance("float32", 17))
+    np.testing.assert_array_equal(o[15:], 0)

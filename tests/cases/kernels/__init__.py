@@ -16,6 +16,17 @@ CHIPS = ("a100-80gb", "l4-24gb", "h200-141gb", "b200-180gb", "rtx-5060-8gb")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Block sizes to try: `run(sizes)` is the kernel with them, `key` names the best in
+    infer/pallas/tuned/<chip>/<kernel>.json.
+    """
+
+    key: str
+    sizes: tuple[Any, ...]
+    run: Callable[[Any], Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class KernelCase:
     """One kernel at one shape.
 
@@ -36,6 +47,8 @@ class KernelCase:
     error: float = 1e-2  # allowed norm of the difference, relative to the reference's norm
     chips: tuple[str, ...] = CHIPS
     donate: tuple[int, ...] = ()
+    compare: Callable[[jax.Array], jax.Array] = lambda x: x  # of each output, before comparing
+    tuning: "Tuning | None" = None
 
     @property
     def name(self) -> str:
@@ -43,8 +56,12 @@ class KernelCase:
         return f"{self.kernel} {self.form} {self.shape}"
 
 
-def all_cases() -> tuple[KernelCase, ...]:
-    """Return the cases of every kernel, in the order of the files' names."""
+def all_cases(smoke: bool = False) -> tuple[KernelCase, ...]:
+    """Return the cases of every kernel, in the order of the files' names; or one tiny case of each,
+    for the interpreter.
+    """
     files = sorted(m.name for m in pkgutil.iter_modules(__path__))
     modules = (importlib.import_module(f"{__name__}.{name}") for name in files)
+    if smoke:
+        return tuple(m.SMOKE for m in modules if hasattr(m, "SMOKE"))
     return tuple(case for module in modules for case in module.CASES)

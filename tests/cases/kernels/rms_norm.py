@@ -37,6 +37,7 @@ def _reference(x: jax.Array, gain: jax.Array, *rest: jax.Array) -> tuple[jax.Arr
     return rms_norm_reference(x, gain, 1e-6, *rest)
 
 
+SMOKE = _case(3, 80, jnp.dtype("float32"), True)
 CASES = (
     _case(32, 4096, jnp.dtype("bfloat16"), True),
     _case(8192, 4096, jnp.dtype("bfloat16"), True),

@@ -1,0 +1,52 @@
+"""scripts/gpu_check.py in its smoke form: every part runs, and every kernel's numbers are right."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cases.kernels import all_cases
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_part_runs_and_is_written(tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/gpu_check.py", "--smoke"],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=ROOT,
+        env=os.environ | {"OUT": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    (path,) = tmp_path.glob("*-smoke.json")
+    parts = {name: part["result"] for name, part in json.loads(path.read_text())["parts"].items()}
+    names = ["target", "peaks", "numerics", "timings", "decode", "loop", "peers", "tuning"]
+    assert list(parts) == names
+    kernels = [case.name for case in all_cases(smoke=True)]
+    assert [row["case"] for row in parts["numerics"]["rows"]] == kernels
+    assert all(row["ok"] for row in parts["numerics"]["rows"])
+    for name in ("timings", "decode", "loop"):
+        assert parts[name]["rows"]
+        assert all(row["time_s"] > 0 for row in parts[name]["rows"]), parts[name]
+    assert parts["peaks"]["copy_bytes_per_s"] > 0
+
+
+def test_every_kernel_of_the_gate_has_a_smoke_case() -> None:
+    triton = {case.kernel for case in all_cases() if case.form == "triton"}
+    assert triton == {case.kernel for case in all_cases(smoke=True)}
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/gpu_check.py"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 2
+    assert "--smoke" in done.stderr
