@@ -8,7 +8,7 @@ import jax
 from infer.pallas.flash_attention import flash_attention_reference
 from infer.pallas.flash_attention_fp8 import flash_attention_fp8
 from tests.cases.kernels import CHIPS, KernelCase
-from tests.cases.kernels.flash_attention import LLAMA, Heads
+from tests.cases.kernels.flash_attention import LLAMA, TINY, Heads
 
 
 def _case(heads: Heads) -> KernelCase:
@@ -33,4 +33,5 @@ def _case(heads: Heads) -> KernelCase:
     )
 
 
+SMOKE = _case(TINY)
 CASES = (_case(LLAMA),)
