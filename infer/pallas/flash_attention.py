@@ -317,8 +317,8 @@ def flash_attention_ragged(
 
     Args and results are those of `flash_attention`, but for:
         starts: row r is the tokens [starts[r], starts[r + 1]), from position 0 on; B + 1 numbers
-            that do not fall.  Rows may be empty.  Tokens from the last number on are padding: not
-            read, output 0.
+            that do not fall, the first of them 0.  Rows may be empty.  Tokens from the last number
+            on are padding: not read, output 0.
     """
     flat, sinks = flatten_and_check(q, k, v, sinks, scale, window, softcap)
     return forward(

@@ -119,12 +119,11 @@ def test_against_the_formula(
     assert o.dtype == q.dtype
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 9, "softcap": 3.0, "sinks": True}])
-def test_same_as_the_plain_op(options: dict[str, Any]) -> None:
+def test_same_as_the_plain_op() -> None:
     q, k, v = draw((2, 50, 4), 50, 2, 32, 32)
-    sinks = jnp.arange(4.0) if options.pop("sinks", False) else None
-    o, _ = jitted(flash_attention, **options)(q, k, v, sinks=sinks)
-    want = dense_attention(q, k, v, scale=SCALE, sinks=sinks, **options)
+    sinks = jnp.arange(4.0)
+    o, _ = jitted(flash_attention, window=9, softcap=3.0)(q, k, v, sinks=sinks)
+    want = dense_attention(q, k, v, scale=SCALE, window=9, softcap=3.0, sinks=sinks)
     chex.assert_trees_all_close(o, want, **tolerance("float32", 50))
 
 
@@ -133,7 +132,7 @@ STARTS = (0, 0, 37, 38, 38, 83)  # rows of 0, 37, 1, 0 and 45 tokens
 
 @pytest.mark.parametrize(
     ("options", "sinks"),
-    [({}, False), ({"window": 12, "softcap": 2.0}, True), ({"window": 50}, True)],
+    [({}, False), ({"window": 12, "softcap": 2.0}, True)],
 )
 def test_ragged_rows_against_the_formula(options: dict[str, Any], sinks: bool) -> None:
     q, k, v = (x.at[83:].set(jnp.nan) for x in draw((100, 4), 100, 2, 32, 48))

@@ -73,8 +73,7 @@ def draw(
         ((2, 75, 4), 75, 2, (32, 32), {}, False, None),
         ((2, 75, 2), 75, 1, (80, 48), {"window": 20}, True, (0, 60)),
         ((2, 75, 2), 75, 2, (72, 40), {"window": 60, "softcap": 2.0}, True, (1, 75)),
-        ((1, 40, 2), 75, 1, (32, 32), {"softcap": 1.0}, False, None),
-        ((1, 75, 2), 40, 1, (32, 32), {"window": 30}, True, None),
+        ((1, 75, 2), 40, 1, (32, 32), {"window": 30, "softcap": 1.0}, True, None),
     ],
 )
 def test_against_the_formula(
@@ -97,8 +96,8 @@ def test_against_the_formula(
     assert size > 0.1
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 34, "softcap": 2.0}])
-def test_ragged_rows_against_the_formula(options: dict[str, Any]) -> None:
+def test_ragged_rows_against_the_formula() -> None:
+    options = {"window": 34, "softcap": 2.0}
     inputs, do, dlse = draw((100, 4), 100, 2, (32, 32), True)
     where = {"starts": jnp.array([0, 0, 37, 38, 83], jnp.int32)}
     want = gradients(flash_attention_ragged_reference, where, options)(inputs, do, dlse)

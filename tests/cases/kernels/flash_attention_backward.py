@@ -21,6 +21,7 @@ from tests.cases.kernels.flash_attention import (
     MLA,
     PHI_2,
     PHI_3,
+    TINY,
     Heads,
 )
 
@@ -61,6 +62,7 @@ def _case(heads: Heads, capability: tuple[int, int]) -> KernelCase:
     )
 
 
+SMOKE = _case(TINY, (8, 0))
 CASES = tuple(
     _case(heads, capability)
     for capability in FAMILIES
