@@ -112,7 +112,7 @@ def _compiler() -> list[str]:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+        errors = [line for line in done.stderr.splitlines() if "error: " in line]
         first = errors[0] if errors else done.stderr.strip()[:200]
         raise BuildError(f"{shlex.join(command[:1])} failed with {done.returncode}: {first}")
 
