@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 # The exported handlers; each is registered under its own name.
-OPERATIONS = ("infer_linear", "infer_head", "infer_gated_mlp")
+OPERATIONS = ("infer_embed", "infer_linear", "infer_head", "infer_gated_mlp")
 
 
 def available() -> bool:

@@ -1,0 +1,132 @@
+// infer_embed: rows of a packed weight as float32, for the embedding of tokens.
+#include <cstring>
+
+#include "activations.h"
+
+namespace infer {
+namespace {
+
+namespace ffi = xla::ffi;
+
+float from_f16(const uint8_t* p) {
+  uint16_t h;
+  std::memcpy(&h, p, 2);
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = h >> 10 & 31;
+  uint32_t bits = sign | (exponent + 112) << 23 | static_cast<uint32_t>(h & 1023) << 13;
+  if (exponent == 31) bits = sign | 0x7f800000 | static_cast<uint32_t>(h & 1023) << 13;
+  float value;
+  if (exponent == 0) {  // a subnormal counts units of 2^-24
+    value = static_cast<float>(h & 1023) * 0x1p-24f;
+    return sign != 0 ? -value : value;
+  }
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Code k of one group of row `lane`; the inverse of put_codes in repack.cc.
+template <int bits>
+int code_at(const uint8_t* group, int lane, int k) {
+  const int v = k / 4;
+  const uint8_t* four = group + 4 * lane + k % 4;
+  if constexpr (bits == 8) return four[64 * v];
+  int code = v < 4 ? four[64 * v] & 15 : four[64 * (v - 4)] >> 4;
+  if constexpr (bits == 5) code |= (four[256] >> v & 1) << 4;
+  if constexpr (bits == 6) code |= (four[256 + 64 * (v / 4)] >> 2 * (v % 4) & 3) << 4;
+  return code;
+}
+
+template <int bits, bool has_min>
+void row_of_32(const uint8_t* p, int lane, int in, float* y) {
+  constexpr int kCodes = 64 * bits, kZero = has_min ? 0 : 1 << (bits - 1);
+  for (int g = 0; g < in / kGroup; ++g, p += kCodes + (has_min ? 64 : 32)) {
+    const float d = from_f16(p + kCodes + 2 * lane);
+    const float m = has_min ? from_f16(p + kCodes + 32 + 2 * lane) : 0.0f;
+    for (int k = 0; k < kGroup; ++k) {
+      *y++ = d * static_cast<float>(code_at<bits>(p, lane, k) - kZero) + m;
+    }
+  }
+}
+
+template <int bits>
+void row_of_k(const uint8_t* p, int lane, int in, float* y) {
+  for (int block = 0; block < in / 256; ++block) {
+    const float d = from_f16(p + 2 * lane), dmin = bits == 6 ? 0.0f : from_f16(p + 32 + 2 * lane);
+    p += bits == 6 ? 32 : 64;
+    for (int g = 0; g < 8; ++g, p += 64 * bits + 32) {
+      const uint8_t first = p[64 * bits + lane], second = p[64 * bits + 16 + lane];
+      for (int k = 0; k < kGroup; ++k) {
+        const int code = code_at<bits>(p, lane, k);
+        if constexpr (bits == 6) {
+          const auto scale = static_cast<int8_t>(k < 16 ? first : second);
+          *y++ = d * static_cast<float>(scale) * static_cast<float>(code - 32);
+        } else {
+          *y++ = d * static_cast<float>(first) * static_cast<float>(code) -
+                 dmin * static_cast<float>(second);
+        }
+      }
+    }
+  }
+}
+
+void row_of_floats(Format format, const uint8_t* p, int lane, int in, float* y) {
+  for (int k = 0; k < in; ++k) {
+    const uint8_t* at = p + (format == Format::kF32 ? 4 : 2) * (kPanel * k + lane);
+    uint32_t bits = 0;
+    if (format == Format::kF16) {
+      y[k] = from_f16(at);
+    } else {
+      std::memcpy(format == Format::kF32 ? reinterpret_cast<uint8_t*>(&bits)
+                                         : reinterpret_cast<uint8_t*>(&bits) + 2,
+                  at, format == Format::kF32 ? 4 : 2);
+      std::memcpy(y + k, &bits, 4);
+    }
+  }
+}
+
+void unpack_row(const Weight& w, int row, float* y) {
+  const uint8_t* p = w.panel(row / kPanel);
+  const int lane = row % kPanel;
+  switch (w.format) {
+    case Format::kQ4_0: return row_of_32<4, false>(p, lane, w.in, y);
+    case Format::kQ4_1: return row_of_32<4, true>(p, lane, w.in, y);
+    case Format::kQ5_0: return row_of_32<5, false>(p, lane, w.in, y);
+    case Format::kQ5_1: return row_of_32<5, true>(p, lane, w.in, y);
+    case Format::kQ8_0: return row_of_32<8, false>(p, lane, w.in, y);
+    case Format::kQ4K: return row_of_k<4>(p, lane, w.in, y);
+    case Format::kQ5K: return row_of_k<5>(p, lane, w.in, y);
+    case Format::kQ6K: return row_of_k<6>(p, lane, w.in, y);
+    default: return row_of_floats(w.format, p, lane, w.in, y);
+  }
+}
+
+ffi::Error embed(ffi::AnyBuffer tokens, ffi::AnyBuffer data, ffi::Result<ffi::AnyBuffer> y,
+                 int64_t format, int64_t out) {
+  const auto dims = tokens.dimensions(), result = y->dimensions();
+  if (tokens.element_type() != ffi::S32 || dims.size() != 1) {
+    return invalid("tokens is %s; it must be int32 [T]", shape_text(tokens).c_str());
+  }
+  const int64_t in = result.size() == 2 ? result[1] : 0;
+  INFER_CHECK(check_f32("result", *y, {dims[0], in}));
+  Weight weight;
+  INFER_CHECK(check_weight("weight", data, format, out, in, weight));
+  const int32_t* ids = tokens.typed_data<int32_t>();
+  float* to = y->typed_data<float>();
+  parallel_for(static_cast<int>(dims[0]), [&](int begin, int end) {
+    for (int t = begin; t < end; ++t) {
+      const int id = ids[t] < 0 ? 0 : ids[t] >= weight.out ? weight.out - 1 : ids[t];
+      unpack_row(weight, id, to + t * in);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace infer
+
+INFER_HANDLER(infer_embed, infer::embed,
+              xla::ffi::Ffi::Bind()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Ret<xla::ffi::AnyBuffer>()
+                  .Attr<int64_t>("format")
+                  .Attr<int64_t>("out"));
