@@ -48,7 +48,7 @@ class LLM:
         model: str | Path | Model,
         *,
         dtype: DTypeLike | None = None,
-        packed: bool = False,
+        packed: bool | str = False,
         revision: str | None = None,
         device: DeviceLike = None,
         seed: int = 0,

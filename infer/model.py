@@ -87,7 +87,7 @@ def load(
     name: str | Path,
     *,
     dtype: DTypeLike | None = None,
-    packed: bool = False,
+    packed: bool | str = False,
     revision: str | None = None,
     progress: Progress | None = None,
     device: DeviceLike = None,
@@ -99,7 +99,9 @@ def load(
             file, a folder in transformers' layout, or a hub id: "org/name" or "org/name@revision".
             A path that exists is never taken for a hub id.
         dtype: of activations and unpacked weights; None is float32 on a CPU and bfloat16 on a GPU.
-        packed: keep quantised matrices as in the file: least memory, decoded inside the program.
+        packed: keep quantised matrices packed: least memory.  On a CPU the native operations
+            multiply them as they are, with activations rounded to 8 bits, where those are there;
+            "blocks" keeps the file's own blocks, which plain XLA decodes inside the program.
         revision: of a hub id: a branch, tag or commit.
         progress: called with (bytes done, bytes in all) while weights are read.
         device: where the weights go and stay: a jax.Device, "cpu", "gpu", "cpu:1"; None is JAX's
@@ -122,8 +124,10 @@ def load(
 
 
 def _load(
-    name: str, path: Path, dtype: DTypeLike | None, packed: bool, progress: Progress | None
+    name: str, path: Path, dtype: DTypeLike | None, packed: bool | str, progress: Progress | None
 ) -> Model:
+    if packed not in (True, False, "blocks"):
+        raise ConfigError(f"packed is {packed!r}; use True, False or 'blocks'")
     default = "float32" if default_platform() == "cpu" else "bfloat16"
     checked = _checked_dtype(default if dtype is None else dtype)
     if path.is_dir():

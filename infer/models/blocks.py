@@ -12,8 +12,8 @@ from jax import Array
 
 from infer.config import LayerConfig, ModelConfig, Norm, QkNorm, Residual
 from infer.models.params import LayerParams
-from infer.ops.activation import activate, gated_activation
-from infer.ops.linear import linear
+from infer.ops.activation import activate
+from infer.ops.linear import PreNorm, gated_mlp, linears
 from infer.ops.norm import layer_norm, rms_norm
 from infer.pytree import Leaf
 
@@ -48,15 +48,31 @@ def run_layer(
         cache: what `attend` reads and writes.
         implementation: of the ops; None chooses.
     """
-    norm = functools.partial(_norm, config, implementation)
-    h = norm(x, w.attn_norm, w.attn_norm_bias) if config.pre_norms else x
-    a, cache = _attention(config, layer, w, h, turn, attend, cache, implementation)
-    y = x + a
-    if config.residual is Residual.SEQUENTIAL:
-        x = y
+    alone = not config.post_norms and config.residual_scale is None
+    norm = functools.partial(_before, config, implementation)
+    sequential = config.residual is Residual.SEQUENTIAL
+    h, rms = norm(x, w.attn_norm, w.attn_norm_bias)
+    a, cache = _attention(
+        config, layer, w, h, rms, x if alone else None, turn, attend, cache, implementation
+    )
+    y = a if alone else x + a
+    if sequential:
+        h, rms = norm(y, w.mlp_norm, w.mlp_norm_bias)
+        return _mlp(config, w, h, rms, y, implementation), cache
     if config.residual is not Residual.PARALLEL_ONE_NORM:
-        h = norm(x, w.mlp_norm, w.mlp_norm_bias) if config.pre_norms else x
-    return y + _mlp(config, w, h, implementation), cache
+        h, rms = norm(x, w.mlp_norm, w.mlp_norm_bias)
+    return _mlp(config, w, h, rms, y, implementation), cache
+
+
+def _before(
+    config: ModelConfig, implementation: str | None, x: Array, gain: Leaf, bias: Leaf
+) -> tuple[Array, PreNorm]:
+    """Return what a block's products read, and the RMSNorm that is still to be done to it."""
+    if not config.pre_norms:
+        return x, None
+    if config.norm is Norm.RMS:
+        return x, (gain, config.norm_eps)
+    return layer_norm(x, gain, bias, config.norm_eps), None
 
 
 def norm(
@@ -85,36 +101,74 @@ def _attention(
     layer: LayerConfig,
     w: LayerParams,
     h: Array,
+    norm: PreNorm,
+    residual: Array | None,
     turn: Turn,
     attend: Attend[KV],
     cache: KV,
     implementation: str | None,
 ) -> tuple[Array, KV]:
+    """Return the block's output (+ residual), and the cache; `norm` is still to be done to `h`."""
     normed = lambda y, gain: rms_norm(y, gain, config.norm_eps, implementation)
     heads = lambda y: y.reshape(y.shape[0], -1, config.head_dim)
-    q, k = linear(h, w.q, w.q_bias), linear(h, w.k, w.k_bias)
-    v = heads(linear(h, w.v, w.v_bias))
+    q, k, v = linears(
+        h,
+        (w.q, w.k, w.v),
+        (w.q_bias, w.k_bias, w.v_bias),
+        norm=norm,
+        implementation=implementation,
+    )
     if config.qk_norm is QkNorm.FULL:
         q, k = normed(q, w.q_norm), normed(k, w.k_norm)
     q, k = heads(q), heads(k)
     if config.qk_norm is QkNorm.HEAD:
         q, k = normed(q, w.q_norm), normed(k, w.k_norm)
-    o, cache = attend(layer, q, k, v, turn, w.sinks, cache)
-    y = linear(o.reshape(o.shape[0], -1), w.o, w.o_bias)
+    o, cache = attend(layer, q, k, heads(v), turn, w.sinks, cache)
+    (y,) = linears(
+        o.reshape(o.shape[0], -1),
+        (w.o,),
+        (w.o_bias,),
+        residual=residual,
+        implementation=implementation,
+    )
     if config.post_norms:
-        y = norm(config, y, w.post_attn_norm, w.post_attn_norm_bias, implementation)
+        y = _norm(config, implementation, y, w.post_attn_norm, w.post_attn_norm_bias)
     return scaled(y, config.residual_scale), cache
 
 
 @jax.named_scope("mlp")
-def _mlp(config: ModelConfig, w: LayerParams, h: Array, implementation: str | None) -> Array:
+def _mlp(
+    config: ModelConfig,
+    w: LayerParams,
+    h: Array,
+    norm: PreNorm,
+    stream: Array,
+    implementation: str | None,
+) -> Array:
+    """Return `stream` + the block's output of `h`, to which `norm` is still to be done."""
     act = config.activation.value
-    up = linear(h, w.up, w.up_bias)
+    alone = not config.post_norms and config.residual_scale is None
+    # Fused where the residual is what the block reads.
+    fused = alone and h is stream
     if config.gated_mlp:
-        inner = gated_activation(linear(h, w.gate, w.gate_bias), up, act, implementation)
+        y = gated_mlp(
+            h,
+            (w.gate, w.up, w.down),
+            (w.gate_bias, w.up_bias, w.down_bias),
+            act,
+            norm=norm,
+            residual=fused,
+            implementation=implementation,
+        )
     else:
-        inner = activate(up, act)
-    y = linear(inner, w.down, w.down_bias)
+        (up,) = linears(h, (w.up,), (w.up_bias,), norm=norm, implementation=implementation)
+        (y,) = linears(
+            activate(up, act),
+            (w.down,),
+            (w.down_bias,),
+            residual=stream if fused else None,
+            implementation=implementation,
+        )
     if config.post_norms:
-        y = norm(config, y, w.post_mlp_norm, w.post_mlp_norm_bias, implementation)
-    return scaled(y, config.residual_scale)
+        y = _norm(config, implementation, y, w.post_mlp_norm, w.post_mlp_norm_bias)
+    return y if fused else stream + scaled(y, config.residual_scale)

@@ -86,7 +86,8 @@ def logits(
     config = params.config
     with jax.named_scope("head"):
         h = blocks.norm(config, x, params.final_norm, params.final_norm_bias, implementation)
-        y = linear_f32(h, params.embed if params.lm_head is None else params.lm_head)
+        weight = params.embed if params.lm_head is None else params.lm_head
+        y = linear_f32(h, weight, None, implementation)
         y = blocks.scaled(y, config.logit_scale)
         if config.final_softcap is not None:
             y = jnp.tanh(y / config.final_softcap) * config.final_softcap

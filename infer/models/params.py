@@ -10,14 +10,15 @@ from jax.typing import DTypeLike
 
 from infer.config import ModelConfig, QkNorm, Residual
 from infer.errors import ConfigError
+from infer.native.repack import Packed
 from infer.pytree import Leaf, pytree_dataclass, static
 from infer.quant.qarray import QArray
 
 
 @pytree_dataclass
 class LayerParams:
-    """Weights of one layer; matrices are [out, in], a float array or a QArray.  What a family lacks
-    is None.
+    """Weights of one layer; matrices are [out, in], a float array, a QArray or a Packed.  What a family
+    lacks is None.
     """
 
     attn_norm: Leaf  # [D], None without pre_norms
@@ -115,12 +116,13 @@ def validate(params: Params) -> Params:
     """Return `params`, or raise ConfigError listing every leaf whose shape is not what its config
     says.
     """
-    is_weight = lambda x: x is None or isinstance(x, (QArray, tuple))
     want, _ = jax.tree_util.tree_flatten_with_path(
         expected_shapes(params.config), is_leaf=lambda x: isinstance(x, tuple) and not _is_layers(x)
     )
     have = dict(
-        jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QArray))[0]
+        jax.tree_util.tree_flatten_with_path(
+            params, is_leaf=lambda x: isinstance(x, (QArray, Packed))
+        )[0]
     )
     problems = []
     for path, shape in want:
@@ -132,7 +134,6 @@ def validate(params: Params) -> Params:
     problems += [f"{jax.tree_util.keystr(path)} has no place in this model" for path in have]
     if problems:
         raise ConfigError(f"{params.config.family} weights: " + "; ".join(problems))
-    del is_weight
     return params
 
 

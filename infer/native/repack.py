@@ -41,6 +41,11 @@ class Packed:
     format: str = static(kw_only=True)  # a key of FORMATS
     shape: tuple[int, int] = static(kw_only=True)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight, scales included."""
+        return self.data.nbytes
+
 
 def repack(weight: QArray | jax.Array | np.ndarray) -> Packed:
     """Return a weight [out, in] repacked, as a JAX array on the CPU.

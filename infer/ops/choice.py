@@ -2,9 +2,10 @@
 forced by name; what was chosen can be asked for.
 
 An op lists its forms.  With `implementation=None` on a GPU the kernels that the op prefers there
-are tried in order; one that cannot do the shape, dtype or chip raises NotImplementedError, and
-plain XLA, which can do all, comes last.  The program keeps both the kernel and the XLA form until
-it is lowered, so that one traced for a GPU machine's CPU is right too.
+are tried in order, on a CPU the native operation; one that cannot do the shape, dtype or chip
+raises NotImplementedError, and plain XLA, which can do all, comes last.  Where there is a GPU the
+program keeps a form for either device until it is lowered, so that one for that machine's CPU is
+right too.
 
 A name forces: a form that cannot do it is an error that names op, shape, dtype and chip.  An op
 that has no form of that name chooses as if none was given.  "interpret" runs the Triton kernels on
@@ -23,7 +24,7 @@ from jax import lax
 from infer.errors import ConfigError
 from infer.hardware import chip_of_kind, get_chip
 
-IMPLEMENTATIONS = ("xla", "triton", "mosaic", "interpret")
+IMPLEMENTATIONS = ("xla", "native", "triton", "mosaic", "interpret")
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
@@ -112,7 +113,7 @@ def choose(
         op: the op's name, for the record.
         operands: arrays (pytrees) that every form takes.
         xla: the plain form, which does everything.
-        kernels: name -> form, of "triton", "mosaic", and "interpret".
+        kernels: name -> form, of "native", "triton", "mosaic", and "interpret".
         preferred: names to try on a GPU where none is forced, best first.
         implementation: the forced name, or None.
 
@@ -123,7 +124,7 @@ def choose(
     check_implementation(implementation)
     if implementation == "xla":
         return _run(op, "xla", "", xla, operands)
-    if implementation is not None and implementation != "interpret":
+    if implementation in ("triton", "mosaic"):
         _check_gpu(op, implementation)
     if implementation is not None and implementation in kernels:
         try:
@@ -133,6 +134,11 @@ def choose(
             raise NotImplementedError(f"{error}; on {gpu.kind if gpu else 'a CPU'}") from error
     gpu = target_gpu()
     if gpu is None or implementation == "interpret":
+        if "native" in kernels and implementation != "interpret":
+            try:
+                return _run(op, "native", "", kernels["native"], operands)
+            except NotImplementedError as error:
+                return _run(op, "xla", str(error), xla, operands)
         return _run(op, "xla", "no GPU" if gpu is None else "no such form", xla, operands)
     refusals = []
     for name in preferred:
@@ -143,7 +149,7 @@ def choose(
         except NotImplementedError as error:
             refusals.append(str(error))
         else:
-            _record(Choice(op, name))
+            record(Choice(op, name))
             return y
     return _run(op, "xla", "; ".join(refusals) or "measured equal or unmeasured", xla, operands)
 
@@ -186,11 +192,12 @@ def _check_gpu(op: str, implementation: str) -> None:
 
 def _run(op: str, name: str, reason: str, form: Form, operands: Sequence[Any]) -> Any:
     y = form(*operands)
-    _record(Choice(op, name, reason))
+    record(Choice(op, name, reason))
     return y
 
 
-def _record(choice: Choice) -> None:
+def record(choice: Choice) -> None:
+    """Note a choice for `recording`."""
     choices = _recorded.get()
     if choices is not None and choice not in choices:
         choices.append(choice)

@@ -1,30 +1,57 @@
-"""Matrix products with a weight that is a float array or a QArray, both [out, in]."""
+"""Matrix products with a weight [out, in]: a float array, a QArray, or one packed for the CPU's
+native operations.
+
+What stands around the products of a layer is fused with them where the weights are `Packed`: the
+norm before, the gate between, the residual after.  A `Packed` weight has no plain XLA form.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from infer.native.repack import Packed
+from infer.ops import choice
+from infer.ops.activation import gated_activation
+from infer.ops.norm import rms_norm
 from infer.quant.qarray import QArray, dequantize, take_rows
+
+# Gain and epsilon of an RMSNorm; None is no norm.
+PreNorm = tuple[Array, float] | None
 
 
 def linear(
-    x: Float[Array, "*B I"], weight: Array | QArray, bias: Float[Array, " O"] | None = None
+    x: Float[Array, "*B I"],
+    weight: Array | QArray | Packed,
+    bias: Float[Array, " O"] | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "*B O"]:
     """Return x @ weight.T (+ bias): products in x's dtype, sums in float32, one cast to x's dtype.
 
     Args:
         x: activations.
-        weight: [out, in], a float array or packed; packed weights are decoded inside the program.
+        weight: [out, in], a float array or packed; a QArray is decoded inside the program.
         bias: added in float32.
+        implementation: see `infer.ops.choice`.
     """
-    return linear_f32(x, weight, bias).astype(x.dtype)
+    return linear_f32(x, weight, bias, implementation).astype(x.dtype)
 
 
 def linear_f32(
-    x: Float[Array, "*B I"], weight: Array | QArray, bias: Float[Array, " O"] | None = None
+    x: Float[Array, "*B I"],
+    weight: Array | QArray | Packed,
+    bias: Float[Array, " O"] | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "*B O"]:
     """Return the same product as `linear`, left in float32 (for logits)."""
+    if isinstance(weight, Packed):
+        rows = x.reshape(-1, x.shape[-1])
+        return _native(rows, (weight,), (bias,), None, None, implementation)[0].reshape(
+            *x.shape[:-1], -1
+        )
     w = dequantize(weight, x.dtype) if isinstance(weight, QArray) else weight.astype(x.dtype)
     # HIGHEST: a float32 model asks for float32 products, not the GPU's TF32; other dtypes ignore
     # it.
@@ -36,12 +63,125 @@ def linear_f32(
     return y
 
 
+def linears(
+    x: Float[Array, "T I"],
+    weights: Sequence[Any],
+    biases: Sequence[Array | None],
+    *,
+    norm: PreNorm = None,
+    residual: Float[Array, "T O"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T O"], ...]:
+    """Return the products of several weights with one input, fused with what stands around them.
+
+    Args:
+        x: activations.
+        weights: each [out, in].
+        biases: one or None for each.
+        norm: of x before the products.
+        residual: added to the product of the only weight.
+        implementation: see `infer.ops.choice`.
+    """
+    weights = tuple(weights)
+    if _all_packed(weights):
+        ys = _native(x, weights, biases, norm, residual, implementation)
+        return tuple(y.astype(x.dtype) for y in ys)
+    h = x if norm is None else rms_norm(x, *norm, implementation)
+    ys = tuple(linear(h, w, b, implementation) for w, b in zip(weights, biases, strict=True))
+    return ys if residual is None else (residual + ys[0],)
+
+
+def gated_mlp(
+    x: Float[Array, "T D"],
+    weights: Sequence[Any],
+    biases: Sequence[Array | None],
+    activation: str,
+    *,
+    norm: PreNorm = None,
+    residual: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "T D"]:
+    """Return down(act(gate n) * up n) (+ x), n the norm of x.
+
+    Args:
+        x: activations.
+        weights: gate, up and down.
+        biases: one or None for each.
+        activation: "silu", "gelu_tanh" or "gelu".
+        norm: of x.
+        residual: whether to add x.
+        implementation: see `infer.ops.choice`.
+    """
+    gate, up, down = weights
+    plain = all(bias is None for bias in biases) and activation != "gelu"
+    if plain and _all_packed(weights):
+        return _native_mlp(x, gate, up, down, activation, norm, residual, implementation)
+    g, u = linears(x, (gate, up), biases[:2], norm=norm, implementation=implementation)
+    inner = gated_activation(g, u, activation, implementation)
+    more = x if residual else None
+    return linears(inner, (down,), biases[2:], residual=more, implementation=implementation)[0]
+
+
 def embed(
-    weight: Array | QArray, tokens: Int[Array, "*B"], dtype: DTypeLike
+    weight: Array | QArray | Packed, tokens: Int[Array, "*B"], dtype: DTypeLike
 ) -> Float[Array, "*B D"]:
     """Return the rows `tokens` of an embedding [V, D].  Ids must be in [0, V): the caller has
     checked or padded them.
     """
+    if isinstance(weight, Packed):
+        from infer.native.embed import embed as rows_of
+
+        return rows_of(weight, tokens.reshape(-1)).reshape(*tokens.shape, -1).astype(dtype)
     if isinstance(weight, QArray):
         return take_rows(weight, tokens, dtype)
     return weight.at[tokens].get(mode="clip").astype(dtype)
+
+
+def _all_packed(weights: Sequence[Any]) -> TypeGuard[Sequence[Packed]]:
+    return all(isinstance(w, Packed) for w in weights)
+
+
+def _native(
+    x: Array,
+    weights: Sequence[Packed],
+    biases: Sequence[Array | None],
+    norm: PreNorm,
+    residual: Array | None,
+    implementation: str | None,
+) -> tuple[Array, ...]:
+    from infer.native.linear import linear as kernel
+
+    _only_native("linear", implementation)
+    f32 = lambda a: None if a is None else a.astype(jnp.float32)
+    gain, eps = (None, 0.0) if norm is None else norm
+    return kernel(f32(x), weights, f32(gain), eps, tuple(map(f32, biases)), f32(residual))
+
+
+def _native_mlp(
+    x: Array,
+    gate: Packed,
+    up: Packed,
+    down: Packed,
+    activation: str,
+    norm: PreNorm,
+    residual: bool,
+    implementation: str | None,
+) -> Array:
+    from infer.native.linear import gated_mlp as kernel
+
+    _only_native("gated_mlp", implementation)
+    gain, eps = (None, 0.0) if norm is None else norm
+    gain = None if gain is None else gain.astype(jnp.float32)
+    y = kernel(x.astype(jnp.float32), gate, up, down, activation, gain, eps, residual)
+    return y.astype(x.dtype)
+
+
+def _only_native(op: str, implementation: str | None) -> None:
+    """Record the choice that packed weights leave."""
+    choice.check_implementation(implementation)
+    if implementation not in (None, "native"):
+        raise NotImplementedError(
+            f"{op} in {implementation}: the weights are packed for the CPU's native operations; "
+            "load them with packed='blocks', or use implementation=None"
+        )
+    choice.record(choice.Choice(op, "native"))

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from infer.backend import check_memory
+from infer import native
+from infer.backend import check_memory, default_platform
 from infer.models.gguf_layout import CONFIG_TENSORS
 from infer.models.params import Params
 from infer.models.registry import family_of
+from infer.native.repack import FORMATS as native_formats
+from infer.native.repack import Packed, repack
 from infer.quant.blocks import FORMATS
 from infer.quant.qarray import QArray
 from infer.weights.gguf import GGUFFile
@@ -27,7 +30,7 @@ def load_gguf(
     path: str | Path,
     *,
     dtype: DTypeLike = jnp.float32,
-    packed: bool = False,
+    packed: bool | str = False,
     progress: Progress | None = None,
 ) -> Params:
     """Return the weights of a GGUF file.
@@ -35,8 +38,8 @@ def load_gguf(
     Args:
         path: of the file.
         dtype: of activations, norms and (unless packed) matrices.
-        packed: keep quantised matrices in the file's own blocks; they are decoded inside the
-            program.
+        packed: keep quantised matrices packed: on a CPU with native operations in the order in
+            which those read them, elsewhere, and with "blocks", as in the file.
         progress: called with (bytes done, bytes in all).
 
     Raises:
@@ -69,11 +72,11 @@ def planned(file: GGUFFile) -> Params:
     return slots
 
 
-def _stays_packed(type_name: str, packed: bool) -> bool:
-    return packed and type_name not in PLAIN
+def _stays_packed(type_name: str, packed: bool | str) -> bool:
+    return bool(packed) and type_name not in PLAIN
 
 
-def _check_memory(file: GGUFFile, slots: Params, dtype: jnp.dtype, packed: bool) -> None:
+def _check_memory(file: GGUFFile, slots: Params, dtype: jnp.dtype, packed: bool | str) -> None:
     weights = 0
     for slot in slots_of(slots):
         info = file.tensors[slot.tensor]
@@ -87,17 +90,24 @@ def _check_memory(file: GGUFFile, slots: Params, dtype: jnp.dtype, packed: bool)
 
 
 def _read(
-    file: GGUFFile, slots: Params, dtype: jnp.dtype, packed: bool, progress: Progress | None
+    file: GGUFFile, slots: Params, dtype: jnp.dtype, packed: bool | str, progress: Progress | None
 ) -> Params:
     # A tensor that several weights share is decoded once: they come one after the other.
     decoded = functools.lru_cache(maxsize=1)(lambda name: file.array(name, np.dtype(dtype)))
 
-    def read(slot: Slot) -> jnp.ndarray | QArray:
+    panels = packed is True and default_platform() == "cpu" and native.available()
+
+    def read(slot: Slot) -> jnp.ndarray | QArray | Packed:
         info = file.tensors[slot.tensor]
         if _stays_packed(info.type_name, packed):
-            # A copy: a view of the file would change, or end the process, when the file does.
-            data = jnp.array(slot.taken(file.raw(slot.tensor)), copy=True)
-            leaf = QArray.create(data, FORMATS[info.type_name], slot.shape)
+            raw, format = slot.taken(file.raw(slot.tensor)), FORMATS[info.type_name]
+            if panels and info.type_name in native_formats and slot.shape[1] % 32 == 0:
+                leaf = repack(QArray.create(raw, format, slot.shape))
+                data = leaf.data
+            else:
+                # A copy: a view of the file would change, or end the process, when the file does.
+                data = jnp.array(raw, copy=True)
+                leaf = QArray.create(data, format, slot.shape)
         else:
             data = leaf = jnp.asarray(slot.taken(decoded(slot.tensor)))
         data.block_until_ready()  # so that one tensor is on its way at a time
