@@ -46,7 +46,8 @@ def find_ptxas() -> str | None:
 
 def missing() -> str | None:
     """Return what this machine lacks for compiling, in words; None if nothing."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    plugins = importlib.util.find_spec("jax_plugins")  # of a submodule it raises without a parent
+    if plugins is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not installed"
     return None if find_ptxas() else "there is no ptxas, on PATH or from nvidia-cuda-nvcc"
 

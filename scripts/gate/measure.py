@@ -145,7 +145,8 @@ def _difference(case: KernelCase, got: Any, want: Any) -> float:
             continue
         y, reference = y.astype(jnp.float32), reference.astype(jnp.float32)
         norm = jnp.maximum(jnp.linalg.norm(reference), 1e-30)
-        worst = max(worst, float(jnp.linalg.norm(y - reference) / norm))
+        # Not max(), which drops a NaN on its right.
+        worst = float(np.maximum(worst, float(jnp.linalg.norm(y - reference) / norm)))
     return worst if np.isfinite(worst) else float("inf")
 
 

@@ -89,3 +89,12 @@ def test_where_nothing_can_be_compiled_the_gate_says_so() -> None:
     done = _python("scripts/gpu_gate.py", "--all")
     assert done.returncode == 2
     assert "cannot compile here" in done.stderr
+
+
+def test_a_machine_without_any_plugin_is_told_so(monkeypatch) -> None:
+    def find_spec(name: str) -> None:
+        if "." in name:  # as importlib does where the parent is not there
+            raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(compile_for_gpu.importlib.util, "find_spec", find_spec)
+    assert "jax-cuda13-plugin" in (compile_for_gpu.missing() or "")
