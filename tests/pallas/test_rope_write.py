@@ -61,3 +61,12 @@ def test_refuses_more_angles_than_a_head_has() -> None:
     args = _case(2, 1, 16, 9, "float32", [0])
     with pytest.raises(ValueError, match="9 angles, a head of width 16 has at most 8"):
         rope_write(*args, interpret=True)
+
+
+@pytest.mark.parametrize("index", range(1, 9))
+def test_refuses_arrays_that_do_not_fit(index: int) -> None:
+    """On a GPU one of them would be read, or written, past its end."""
+    args = list(_case(2, 1, 16, 8, "float32", [0, 1]))
+    args[index] = args[index][..., :1] if index > 6 else args[index][:1]
+    with pytest.raises(ValueError, match="with q .* it must be"):
+        rope_write(*args, interpret=True)

@@ -55,6 +55,29 @@ def test_a_change_of_the_sources_is_seen(tmp_path, monkeypatch) -> None:
     assert gpu_gate.source_hash(case) != before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--only", "nothing"], 2, "no case has such a name or chip"),
+        (["--chip", "nochip", "--check"], 2, "no case has such a name or chip"),
+        (["--jobs", "0"], 2, "invalid choice: 0"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(arguments, code: int, message: str) -> None:
+    done = _python("scripts/gpu_gate.py", *arguments)
+    assert done.returncode == code
+    assert message in done.stderr
+
+
+def test_a_broken_table_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_gate, "ROOT", tmp_path)
+    for text in ("{", "{}", '{"rows": [{"kernel": 1}]}'):
+        monkeypatch.setattr(gpu_gate, "TABLE", tmp_path / "gate.json")
+        gpu_gate.TABLE.write_text(text)
+        with pytest.raises(SystemExit, match=r"gate\.json is broken"):
+            gpu_gate.read_table()
+
+
 @pytest.mark.kernels
 @compiles
 @pytest.mark.parametrize("name", ["rms_norm triton 32x4096 bfloat16 residual"])
