@@ -11,6 +11,7 @@ import pytest
 from infer.ops.attention import dense_attention, paged_attention, ragged_attention
 from infer.ops.attention_xla import visible
 from tests.tolerances import tolerance
+from tests.typecheck import unchecked
 
 pytestmark = pytest.mark.kernels
 
@@ -194,13 +195,13 @@ def test_ragged_rows_are_each_row_alone(implementation: str) -> None:
 )
 def test_what_no_form_can_do_is_one_clear_error(options, message, implementation: str) -> None:
     zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
-    k = zeros(*options.pop("k", (2, 3, 2, 16))) if "k" in options else zeros(2, 3, 2, 16)
     options = {"scale": 0.25} | options
-    with pytest.raises(ValueError, match=message):
+    k = zeros(*options.pop("k", (2, 3, 2, 16)))
+    with unchecked(), pytest.raises(ValueError, match=message):
         dense_attention(zeros(2, 3, 4, 16), k, k, implementation=implementation, **options)
     table, positions = jnp.zeros((2, 1), jnp.int32), jnp.zeros((2, 3), jnp.int32)
     pool = zeros(1, k.shape[2], 4, 16)
-    with pytest.raises(ValueError, match=message):
+    with unchecked(), pytest.raises(ValueError, match=message):
         paged_attention(
             zeros(2, 3, 4, 16),
             pool,
@@ -217,5 +218,8 @@ def test_paged_arrays_that_do_not_fit_are_refused() -> None:
     table, positions = jnp.zeros((2, 1), jnp.int32), jnp.zeros((2, 3), jnp.int32)
     for wrong in ({"page_table": table[:1]}, {"positions": positions[:, :1]}):
         args = {"page_table": table, "positions": positions} | wrong
-        with pytest.raises(ValueError, match="the table have 2 rows, and the pools be alike"):
+        with (
+            unchecked(),
+            pytest.raises(ValueError, match="the table have 2 rows, and the pools be alike"),
+        ):
             paged_attention(q, pool, pool, scale=1.0, **args)

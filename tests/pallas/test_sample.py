@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from infer.pallas.sample import SampleBlocks, sample, sample_reference
+from tests.typecheck import unchecked
 
 pytestmark = pytest.mark.kernels
 
@@ -102,7 +103,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     args = _rows(np.random.default_rng(1), 100, "plain")
     for index, message in ((1, "temperature is"), (2, "top_k is"), (5, "key_data is")):
         wrong = [x[:3] if i == index else x for i, x in enumerate(args)]
-        with pytest.raises(ValueError, match=message):
+        with unchecked(), pytest.raises(ValueError, match=message):
             sample(*wrong, interpret=True)
     with pytest.raises(ValueError, match="num_warps is 3"):
         SampleBlocks(num_warps=3)
