@@ -60,7 +60,14 @@ def main() -> int:
     if not args.smoke and jax.default_backend() != "gpu":
         print("gpu_check: JAX sees no GPU here; --smoke runs anywhere", file=sys.stderr)
         return 2
+    folder = Path(os.environ.get("OUT", ROOT))
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        print(f"gpu_check: $OUT is {folder}, no folder that can be written", file=sys.stderr)
+        return 2
     run = measure.Run(smoke=args.smoke, only=args.only, end=time.monotonic() + args.budget)
+    if not run.cases():
+        print(f"gpu_check: no kernel's case has {args.only!r} in its name", file=sys.stderr)
+        return 2
     path = result_path(run.chip, args.smoke)
     report: dict[str, Any] = {
         "chip": run.chip,

@@ -119,21 +119,23 @@ def compile_row(case: KernelCase, chip: str) -> Row:
 def run_worker(case: KernelCase, chip: str) -> Row:
     """Compile one row in a process of its own."""
     command = [sys.executable, __file__, "--worker", case.name, chip]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=ROOT,
-        env=os.environ | {"JAX_TRACEBACK_FILTERING": "off"},
-    )
+    row: Row = {"kernel": case.kernel, "form": case.form, "shape": case.shape, "chip": chip}
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            cwd=ROOT,
+            env=os.environ | {"JAX_TRACEBACK_FILTERING": "off"},
+        )
+    except subprocess.TimeoutExpired:
+        return row | {"kernels": [], "problems": ["does not compile within 900 s"]}
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    last = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)][-1:] or lines[
-        -1:
-    ]
-    row: Row = {"kernel": case.kernel, "form": case.form, "shape": case.shape, "chip": chip}
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    last = (named or lines)[-1:]
     return row | {"kernels": [], "problems": ["does not compile: " + " / ".join(last)[:1500]]}
 
 
@@ -149,7 +151,18 @@ def line_of(row: Row) -> str:
 
 def read_table() -> list[Row]:
     """Return the committed rows."""
-    return json.loads(TABLE.read_text())["rows"] if TABLE.exists() else []
+    if not TABLE.exists():
+        return []
+    try:
+        rows = json.loads(TABLE.read_text())["rows"]
+        for row in rows:
+            key_of(row), row["hash"], row["kernels"]
+    except (ValueError, LookupError, TypeError) as error:
+        sys.exit(
+            f"gate: {TABLE.relative_to(ROOT)} is broken ({error!r:.80}); restore it from git, or "
+            "delete it and compile everything anew"
+        )
+    return rows
 
 
 def write_table(rows: list[Row]) -> None:
@@ -180,7 +193,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compile nothing; fail on stale rows")
     parser.add_argument("--only", default="", help="rows whose name contains this; no table")
     parser.add_argument("--chip", default="", help="rows of this chip; no table is written")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--jobs", type=int, default=2, choices=range(1, 65), metavar="N")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     cases = all_cases()
@@ -194,6 +207,9 @@ def main() -> int:
         for chip in case.chips
         if args.only in case.name and args.chip in chip
     ]
+    if not wanted:
+        print("gate: no case has such a name or chip; --check lists stale ones", file=sys.stderr)
+        return 2
     partial = bool(args.only or args.chip)
     table = read_table()
     todo = wanted if args.all or partial else stale(wanted, table)

@@ -13,6 +13,7 @@ from infer.generation.prepare import RunOptions
 from infer.generation.pure import generate_pure
 from infer.models import decoder
 from infer.models.params import Params
+from infer.ops.choice import check_implementation
 from infer.sampling import SamplingParams
 
 # Tokens whose logits are in memory at a time: 67 MB of them with a vocabulary of 262,144.
@@ -55,6 +56,9 @@ def score(
             f"tokens is {tokens.dtype}{list(tokens.shape)}; pass integer ids [B, S], every row "
             "full: what pads a row would be scored too"
         )
+    if 0 in tokens.shape:
+        raise RequestError(f"tokens is {list(tokens.shape)}; give at least one row of one token")
+    check_implementation(implementation)
     target = find_device(device)
     (params, tokens), _ = place((params, tokens), target)
     with on_device(target):

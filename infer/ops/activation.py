@@ -17,6 +17,8 @@ _FUNCTIONS = {
 
 def activate(x: Float[Array, "*B F"], activation: str) -> Float[Array, "*B F"]:
     """Return "silu", "gelu_tanh" or "gelu" of x, in x's dtype."""
+    if activation not in _FUNCTIONS:
+        raise ValueError(f"activation is {activation!r}; there are {', '.join(_FUNCTIONS)}")
     return _FUNCTIONS[activation](x)
 
 

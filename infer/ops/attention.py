@@ -12,9 +12,12 @@ et al. 2023, arXiv 2309.17453, with a learned logit in place of sink tokens.
 """
 
 import functools
+import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jaxtyping import Float, Int
 
 from infer.ops import attention_xla
@@ -53,8 +56,10 @@ def dense_attention(
         sinks: a logit a head that joins the denominator only, or None.
         implementation: see `infer.ops.choice`.
     """
-    options = dict(scale=scale, window=window, softcap=softcap)
+    options = _checked("dense_attention", q, k, v, sinks, scale, window, softcap)
     form = lambda run, **more: functools.partial(run, **options, **more)
+    if 0 in q.shape or 0 in k.shape:
+        implementation = "xla"  # nothing to run a kernel over
     return choose(
         "dense_attention",
         (q, k, v, sinks),
@@ -103,6 +108,44 @@ def _dense_mosaic(q: Array, k: Array, v: Array, sinks: Array | None, **options: 
     return flash_attention_mosaic(q, k, v, sinks=sinks, **options)[0]
 
 
+def _checked(
+    op: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> dict[str, Any]:
+    """Return the static options after checking them, and that the arrays fit each other.
+
+    The axis of heads of k is 1 in pools [P, K, U, H], else the last but one.
+    """
+    num_heads, num_kv = q.shape[-2], k.shape[1 if op == "paged_attention" else -2]
+    if not num_kv or num_heads % num_kv or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"{op}: q is {q.shape}, k {k.shape}; q's heads must be a multiple of k's, and as wide"
+        )
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"{op}: sinks is {sinks.shape}; give one a head of q, ({num_heads},)")
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{op}: {name} is {array.dtype}; use a floating dtype")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if isinstance(number, Tracer) or (name == "scale" and number is None):
+            raise ValueError(f"{op}: {name} is {number!r:.60}; it must be a Python number")
+        if number is not None and not (math.isfinite(number) and number > 0):
+            raise ValueError(f"{op}: {name} is {number}; it must be a finite number above 0")
+    if window is not None and not 1 <= window < 2**31:
+        raise ValueError(f"{op}: window is {window}; it counts the query's own key: 1 to 2^31 - 1")
+    return {
+        "scale": float(scale),
+        "window": None if window is None else int(window),
+        "softcap": None if softcap is None else float(softcap),
+    }
+
+
 def ragged_attention(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
@@ -129,11 +172,13 @@ def ragged_attention(
         sinks: a logit a head that joins the denominator only, or None.
         implementation: see `infer.ops.choice`.
     """
-    options = dict(scale=scale, window=window, softcap=softcap)
+    options = _checked("ragged_attention", q, k, v, sinks, scale, window, softcap)
     form = lambda run, **more: functools.partial(run, **options, **more)
+    if 0 in q.shape:
+        implementation = "xla"  # nothing to run a kernel over
     return choose(
         "ragged_attention",
-        (q, k, v, starts, sinks),
+        (q, k, v, starts.astype(jnp.int32), sinks),
         xla=form(_ragged_xla),
         kernels={
             "triton": form(_ragged_triton, interpret=False),
@@ -187,8 +232,20 @@ def paged_attention(
         sinks: a logit a head that joins the denominator only, or None.
         implementation: see `infer.ops.choice`.
     """
-    options = dict(scale=scale, window=window, softcap=softcap)
+    options = _checked("paged_attention", q, k_pages, v_pages, sinks, scale, window, softcap)
+    rows = q.shape[:2]
+    if (
+        positions.shape != rows
+        or page_table.shape[:1] != rows[:1]
+        or k_pages.shape != v_pages.shape
+    ):
+        raise ValueError(
+            f"q is {q.shape}, positions {positions.shape}, page_table {page_table.shape}, the "
+            f"pools {k_pages.shape} and {v_pages.shape}; positions must be {rows}, the table have "
+            f"{rows[0]} rows, and the pools be alike"
+        )
     form = lambda run, **more: functools.partial(run, **options, **more)
+    page_table, positions = page_table.astype(jnp.int32), positions.astype(jnp.int32)
     group = q.shape[2] // k_pages.shape[1]
     few = q.shape[1] * group <= _DECODE_ROWS
     kernels = {

@@ -71,7 +71,7 @@ def recording() -> Iterator[list[Choice]]:
 
 def check_implementation(name: str | None) -> None:
     """Raise ConfigError if there is no implementation of this name."""
-    if name is not None and name not in IMPLEMENTATIONS:
+    if name is not None and (not isinstance(name, str) or name not in IMPLEMENTATIONS):
         raise ConfigError(
             f"implementation is {name!r}; there are {', '.join(map(repr, IMPLEMENTATIONS))}, "
             "and None chooses"

@@ -20,6 +20,8 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, arXiv 1910.07467.  `gain` is the effective factor: where a
     checkpoint stores w and the model uses 1 + w (Gemma), the loader has added the one, in float32.
     """
+    if gain.shape != x.shape[-1:]:
+        raise ValueError(f"gain is {gain.shape}; with x {x.shape} it must be {x.shape[-1:]}")
     xla = functools.partial(_rms_norm_xla, eps=eps)
     kernel = lambda interpret: with_xla_gradient(
         functools.partial(_rms_norm_triton, eps=eps, interpret=interpret), xla

@@ -20,7 +20,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jaxtyping import Float
 
-from infer.pallas.triton_call import load, store, triton_call
+from infer.pallas.triton_call import check_launch, load, store, triton_call
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -36,6 +36,7 @@ class GatedActivationBlocks:
         """Check what Triton asks for."""
         if self.block < 1 or self.block & (self.block - 1):
             raise ValueError(f"block is {self.block}; use a power of two")
+        check_launch(self.num_warps)
 
 
 def _act(x: Array, activation: str) -> Array:
@@ -83,6 +84,7 @@ def gated_activation(
         interpret: run on any device, slowly.
 
     Raises:
+        ValueError: gate and up differ in shape.
         NotImplementedError: another activation.
     """
     if activation not in ACTIVATIONS:
@@ -90,6 +92,8 @@ def gated_activation(
             f"gated_activation in Triton: shape {gate.shape} of {gate.dtype} with activation "
             f"{activation!r}; there are {', '.join(ACTIVATIONS)}"
         )
+    if gate.shape != up.shape:
+        raise ValueError(f"gate is {gate.shape}, up {up.shape}; they must be alike")
     blocks = blocks or GatedActivationBlocks()
     rows, width = gate.shape
     return triton_call(

@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jaxtyping import Float, Int, UInt32
 
-from infer.pallas.triton_call import load, store, triton_call
+from infer.pallas.triton_call import check_launch, load, store, triton_call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class ProcessLogitsBlocks:
         """Check what Triton asks for."""
         if self.block < 32 or self.block & (self.block - 1):
             raise ValueError(f"block is {self.block}; use a power of two, 32 or more")
+        check_launch(self.num_warps)
 
 
 def _kernel(*refs: Any, block: int, with_mask: bool, with_counts: bool) -> None:
@@ -95,7 +96,8 @@ def process_logits(
         interpret: run on any device, slowly.
 
     Raises:
-        ValueError: a mask with too few words, or counts without penalties.
+        ValueError: arrays do not fit the logits, a mask has too few words, or counts come without
+            penalties.
     """
     batch, vocab = logits.shape
     if mask is not None and mask.shape[1] * 32 < vocab:
@@ -105,6 +107,19 @@ def process_logits(
         )
     if (counts is None) != (penalties is None):
         raise ValueError("counts and penalties go together; one of them is None")
+    want = {
+        "banned": (banned, (batch, banned.shape[1])),
+        "bias_ids": (bias_ids, (batch, bias.shape[1])),
+        "bias": (bias, (batch, bias.shape[1])),
+        "mask": (mask, (batch, -1 if mask is None else mask.shape[1])),
+        "counts": (counts, (batch, vocab)),
+        "penalties": (penalties, (batch, 3)),
+    }
+    for name, (array, shape) in want.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(
+                f"{name} is {array.shape}; with logits {logits.shape} it must be {shape}"
+            )
     blocks = blocks or ProcessLogitsBlocks()
     optional = [x for x in (mask, counts, penalties) if x is not None]
     # Triton has no arrays of size 0: one id that is none.

@@ -19,7 +19,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jaxtyping import Float
 
-from infer.pallas.triton_call import load, power_of_two, store, triton_call
+from infer.pallas.triton_call import check_launch, load, power_of_two, store, triton_call
 
 # Values of a row that one program holds: 64 registers of 8 warps' threads.
 _MAX_WIDTH = 16384
@@ -31,6 +31,12 @@ class RmsNormBlocks:
 
     block_rows: int = 1
     num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        """Check what Triton asks for."""
+        if self.block_rows < 1 or self.block_rows & (self.block_rows - 1):
+            raise ValueError(f"block_rows is {self.block_rows}; use a power of two")
+        check_launch(self.num_warps)
 
     @classmethod
     def for_shape(cls, width: int) -> "RmsNormBlocks":
@@ -82,9 +88,16 @@ def rms_norm(
         interpret: run on any device, slowly.
 
     Raises:
+        ValueError: gain or residual do not fit x.
         NotImplementedError: rows wider than one program holds.
     """
     num_rows, width = x.shape
+    if gain.shape != (width,) or (residual is not None and residual.shape != x.shape):
+        raise ValueError(
+            f"x is {x.shape}, gain {gain.shape}, residual "
+            f"{None if residual is None else residual.shape}; gain must be ({width},), residual "
+            "like x"
+        )
     if width > _MAX_WIDTH:
         raise NotImplementedError(
             f"rms_norm in Triton: shape {x.shape} of {x.dtype} has rows wider than {_MAX_WIDTH}"

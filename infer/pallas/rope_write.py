@@ -104,11 +104,26 @@ def rope_write(
         interpret: run on any device, slowly.
 
     Raises:
-        ValueError: more dimensions are to be turned than a head has.
+        ValueError: arrays do not fit each other, or more dimensions are to be turned than a head
+            has.
     """
     half, width = cos.shape[1], q.shape[2]
     if 2 * half > width:
         raise ValueError(f"cos has {half} angles, a head of width {width} has at most {width // 2}")
+    tokens, kv, page_size = q.shape[0], k.shape[1], k_pages.shape[2]
+    want = {
+        "k": (k, (tokens, kv, width)),
+        "v": (v, (tokens, kv, width)),
+        "cos": (cos, (tokens, half)),
+        "sin": (sin, (tokens, half)),
+        "pages": (pages, (tokens,)),
+        "slots": (slots, (tokens,)),
+        "k_pages": (k_pages, (k_pages.shape[0], kv, page_size, width)),
+        "v_pages": (v_pages, (k_pages.shape[0], kv, page_size, width)),
+    }
+    for name, (array, shape) in want.items():
+        if array.shape != shape:
+            raise ValueError(f"{name} is {array.shape}; with q {q.shape} it must be {shape}")
     # Two halves of all heads are in registers: 16 values a thread of each at most.
     tile = power_of_two(q.shape[1]) * power_of_two(half)
     shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -119,8 +134,8 @@ def rope_write(
         v,
         cos,
         sin,
-        pages,
-        slots,
+        pages.astype(jnp.int32),
+        slots.astype(jnp.int32),
         k_pages,
         v_pages,
         name="rope_write",

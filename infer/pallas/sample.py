@@ -32,7 +32,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jaxtyping import Float, Int, UInt32
 
-from infer.pallas.triton_call import load, store, triton_call
+from infer.pallas.triton_call import check_launch, load, store, triton_call
 
 # Thresholds tried in one pass: the search interval shrinks by one more than this.
 _PIVOTS = 7
@@ -54,6 +54,7 @@ class SampleBlocks:
         """Check what Triton asks for."""
         if self.block_vocab < 32 or self.block_vocab & (self.block_vocab - 1):
             raise ValueError(f"block_vocab is {self.block_vocab}; use a power of two, 32 or more")
+        check_launch(self.num_warps)
 
     @classmethod
     def for_shape(cls, vocab: int) -> "SampleBlocks":
@@ -138,7 +139,8 @@ def _maximum(row: _Row) -> tuple[Array, Array]:
 
     def body(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
         ids, x = row.logits(i)
-        return jnp.maximum(best[0], x), jnp.where(x > best[0], ids, best[1])
+        better = x > best[0]  # never a NaN: no id would equal it
+        return jnp.where(better, x, best[0]), jnp.where(better, ids, best[1])
 
     lanes = jnp.arange(row.block, dtype=jnp.int32)
     x, ids = row.fold(body, (jnp.full((row.block,), -jnp.inf, jnp.float32), lanes))
@@ -317,6 +319,7 @@ def sample(
 
     Raises:
         NotImplementedError: `jax_threefry_partitionable` is off, whose noise this does not draw.
+        ValueError: an argument has another number of rows than `logits`.
     """
     if not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
         raise NotImplementedError(
@@ -325,6 +328,14 @@ def sample(
             "implementation='xla'"
         )
     batch, vocab = logits.shape
+    if not batch or not vocab:
+        raise ValueError(f"logits is {logits.shape}; give at least one row and one id")
+    columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for name, column in columns.items():
+        if column.shape != (batch,):
+            raise ValueError(f"{name} is {column.shape}; give one a row of logits, ({batch},)")
+    if key_data.shape != (batch, 2):
+        raise ValueError(f"key_data is {key_data.shape}; give two words a row, ({batch}, 2)")
     blocks = blocks or SampleBlocks.for_shape(vocab)
     off = (top_k < 1) | (top_k >= vocab)
     return triton_call(

@@ -65,10 +65,14 @@ def triton_call(
         interpret: run on any device, slowly.
 
     Raises:
+        ValueError: an empty grid or array, or a number of warps that Triton cannot launch.
         NotImplementedError: an array whose addresses Pallas-Triton would compute in 32 signed bits
             and get wrong.
     """
+    check_launch(num_warps, num_stages)
     for array in (*operands, *jax.tree.leaves(out_shape)):
+        if 0 in array.shape:
+            raise ValueError(f"{name} got an array of shape {array.shape}; no dimension may be 0")
         _check_addresses(name, array)
     return pl.pallas_call(
         kernel,
@@ -79,6 +83,14 @@ def triton_call(
         interpret=interpret or _interpreting.get(),
         name=name,
     )(*operands)
+
+
+def check_launch(num_warps: int | None, num_stages: int = 1) -> None:
+    """Raise ValueError for a number of warps or stages with which Triton would end the process."""
+    if num_warps is not None and num_warps not in (1, 2, 4, 8, 16, 32):
+        raise ValueError(f"num_warps is {num_warps}; use 1, 2, 4, 8, 16 or 32")
+    if num_stages < 1:
+        raise ValueError(f"num_stages is {num_stages}; use 1 or more")
 
 
 def at(ref: Any, *indices: Any) -> Any:

@@ -8,6 +8,7 @@ needed, only the wheels jax-cuda13-plugin and jax-cuda13-pjrt (no dependencies) 
 Import this module before jax: it sets the environment that the plugin and Mosaic read.
 """
 
+import atexit
 import glob
 import importlib.util
 import os
@@ -46,19 +47,23 @@ def find_ptxas() -> str | None:
 
 def missing() -> str | None:
     """Return what this machine lacks for compiling, in words; None if nothing."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    plugins = importlib.util.find_spec("jax_plugins")  # of a submodule it raises without a parent
+    if plugins is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not installed"
     return None if find_ptxas() else "there is no ptxas, on PATH or from nvidia-cuda-nvcc"
 
 
-_DUMP = tempfile.mkdtemp(prefix="gate-")
+# Of this process, made when it prepares to compile and gone with it.
+_DUMP = os.path.join(tempfile.gettempdir(), f"gate-{os.getpid()}")
 _MOSAIC = os.path.join(_DUMP, "mosaic")
 
 
 def prepare_environment() -> None:
     """Set what the plugin and Mosaic read when they are imported; call before importing jax."""
     ptxas = find_ptxas()
-    os.makedirs(_MOSAIC, exist_ok=True)
+    shutil.rmtree(_DUMP, ignore_errors=True)
+    os.makedirs(_MOSAIC)
+    atexit.register(shutil.rmtree, _DUMP, ignore_errors=True)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin then checks no driver and no cuDNN
     os.environ["MOSAIC_GPU_DUMP_TO"] = _MOSAIC
     if ptxas:

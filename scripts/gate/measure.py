@@ -138,14 +138,17 @@ def _difference(case: KernelCase, got: Any, want: Any) -> float:
     """Return the norm of the difference relative to the reference's, over all outputs."""
     worst = 0.0
     got, want = jax.tree.leaves(got), jax.tree.leaves(want)
-    for y, reference in zip(got, want, strict=False):
+    if len(got) < len(want):
+        return float("inf")
+    for y, reference in zip(got, want, strict=False):  # a kernel may return more, such as its lse
         y, reference = case.compare(y), case.compare(reference)
         if jnp.issubdtype(reference.dtype, jnp.integer):
             worst = max(worst, float(jnp.mean((y != reference).astype(jnp.float32))))
             continue
         y, reference = y.astype(jnp.float32), reference.astype(jnp.float32)
         norm = jnp.maximum(jnp.linalg.norm(reference), 1e-30)
-        worst = max(worst, float(jnp.linalg.norm(y - reference) / norm))
+        # Not max(), which drops a NaN on its right.
+        worst = float(np.maximum(worst, float(jnp.linalg.norm(y - reference) / norm)))
     return worst if np.isfinite(worst) else float("inf")
 
 
@@ -382,7 +385,11 @@ def _write_tuned(chip: str, best: dict[str, dict[str, Any]]) -> None:
     folder = folder / chip
     folder.mkdir(parents=True, exist_ok=True)
     for kernel, sizes in best.items():
-        (folder / f"{kernel}.json").write_text(json.dumps(sizes, indent=1) + "\n")
+        path = folder / f"{kernel}.json"
+        old = json.loads(path.read_text()) if path.exists() else {}
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(old | sizes, indent=1) + "\n")
+        os.replace(temporary, path)
 
 
 # ---- the end -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from infer.ops.attention import dense_attention, paged_attention, ragged_attention
 from infer.ops.attention_xla import visible
 from tests.tolerances import tolerance
+from tests.typecheck import unchecked
 
 pytestmark = pytest.mark.kernels
 
@@ -178,3 +179,47 @@ def test_ragged_rows_are_each_row_alone(implementation: str) -> None:
             )
             np.testing.assert_allclose(o[first:end], row[0], **tolerance("float32", 17))
     np.testing.assert_array_equal(o[15:], 0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window is 0"),
+        ({"softcap": 0.0}, "softcap is 0.0; it must be a finite number above 0"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"sinks": jnp.zeros(3)}, r"sinks is \(3,\); give one a head of q, \(4,\)"),
+        ({"k": (2, 3, 3, 16)}, "q's heads must be a multiple of k's"),
+    ],
+    ids=["window", "softcap", "scale", "sinks", "heads"],
+)
+def test_what_no_form_can_do_is_one_clear_error(options, message, implementation: str) -> None:
+    zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
+    options = {"scale": 0.25} | options
+    k = zeros(*options.pop("k", (2, 3, 2, 16)))
+    with unchecked(), pytest.raises(ValueError, match=message):
+        dense_attention(zeros(2, 3, 4, 16), k, k, implementation=implementation, **options)
+    table, positions = jnp.zeros((2, 1), jnp.int32), jnp.zeros((2, 3), jnp.int32)
+    pool = zeros(1, k.shape[2], 4, 16)
+    with unchecked(), pytest.raises(ValueError, match=message):
+        paged_attention(
+            zeros(2, 3, 4, 16),
+            pool,
+            pool,
+            table,
+            positions,
+            implementation=implementation,
+            **options,
+        )
+
+
+def test_paged_arrays_that_do_not_fit_are_refused() -> None:
+    q, pool = jnp.zeros((2, 3, 4, 16)), jnp.zeros((5, 2, 4, 16))
+    table, positions = jnp.zeros((2, 1), jnp.int32), jnp.zeros((2, 3), jnp.int32)
+    for wrong in ({"page_table": table[:1]}, {"positions": positions[:, :1]}):
+        args = {"page_table": table, "positions": positions} | wrong
+        with (
+            unchecked(),
+            pytest.raises(ValueError, match="the table have 2 rows, and the pools be alike"),
+        ):
+            paged_attention(q, pool, pool, scale=1.0, **args)

@@ -10,6 +10,7 @@ import pytest
 from infer.ops.norm import rms_norm as plain
 from infer.pallas.rms_norm import RmsNormBlocks, rms_norm, rms_norm_reference
 from tests.tolerances import tolerance
+from tests.typecheck import unchecked
 
 pytestmark = pytest.mark.kernels
 
@@ -54,3 +55,13 @@ def test_refuses_rows_that_no_program_holds() -> None:
 def test_blocks_grow_with_the_width() -> None:
     assert RmsNormBlocks.for_shape(576).block_rows == 2
     assert RmsNormBlocks.for_shape(8192) == RmsNormBlocks(block_rows=1, num_warps=8)
+
+
+def test_refuses_arrays_that_do_not_fit() -> None:
+    x, gain, residual = _arrays(2, 64, "float32")
+    with unchecked(), pytest.raises(ValueError, match=r"gain must be \(64,\)"):
+        rms_norm(x, gain[:32], 1e-6, interpret=True)
+    with unchecked(), pytest.raises(ValueError, match="residual like x"):
+        rms_norm(x, gain, 1e-6, residual[:1], interpret=True)
+    with pytest.raises(ValueError, match="num_warps is 3"):
+        RmsNormBlocks(num_warps=3)

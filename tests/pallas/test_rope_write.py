@@ -10,6 +10,7 @@ import pytest
 from infer.ops.rope import apply_rope
 from infer.pallas.rope_write import rope_write, rope_write_reference
 from tests.tolerances import tolerance
+from tests.typecheck import unchecked
 
 pytestmark = pytest.mark.kernels
 
@@ -60,4 +61,13 @@ def test_a_token_without_a_page_touches_no_memory() -> None:
 def test_refuses_more_angles_than_a_head_has() -> None:
     args = _case(2, 1, 16, 9, "float32", [0])
     with pytest.raises(ValueError, match="9 angles, a head of width 16 has at most 8"):
+        rope_write(*args, interpret=True)
+
+
+@pytest.mark.parametrize("index", range(1, 9))
+def test_refuses_arrays_that_do_not_fit(index: int) -> None:
+    """On a GPU one of them would be read, or written, past its end."""
+    args = list(_case(2, 1, 16, 8, "float32", [0, 1]))
+    args[index] = args[index][..., :1] if index > 6 else args[index][:1]
+    with unchecked(), pytest.raises(ValueError, match=r"with q .* it must be"):
         rope_write(*args, interpret=True)

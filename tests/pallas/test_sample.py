@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from infer.pallas.sample import SampleBlocks, sample, sample_reference
+from tests.typecheck import unchecked
 
 pytestmark = pytest.mark.kernels
 
@@ -87,6 +88,25 @@ def test_literal_sets() -> None:
     assert seen(2, 0.5, 0.0) == {1}
     assert seen(0, 1.0, 0.6) == {1, 3}
     assert seen(1, 1.0, 0.0) == {1}
+
+
+def test_a_logit_that_is_no_number_is_never_drawn() -> None:
+    x = jnp.zeros((2, 33), jnp.float32).at[:, 5].set(jnp.nan).at[:, 9].set(4.0)
+    f32 = lambda *values: jnp.asarray(values, jnp.float32)
+    off = jnp.zeros(2, jnp.int32)
+    keys = jnp.zeros((2, 2), jnp.uint32)
+    tokens = KERNEL(x, f32(0, 1), off, f32(1, 1), f32(0, 1), keys)
+    np.testing.assert_array_equal(tokens, [9, 9])
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    args = _rows(np.random.default_rng(1), 100, "plain")
+    for index, message in ((1, "temperature is"), (2, "top_k is"), (5, "key_data is")):
+        wrong = [x[:3] if i == index else x for i, x in enumerate(args)]
+        with unchecked(), pytest.raises(ValueError, match=message):
+            sample(*wrong, interpret=True)
+    with pytest.raises(ValueError, match="num_warps is 3"):
+        SampleBlocks(num_warps=3)
 
 
 def test_refuses_what_it_cannot() -> None:

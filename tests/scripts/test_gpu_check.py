@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+
+from scripts.gate import measure
 from tests.cases.kernels import all_cases
 
 ROOT = Path(__file__).parents[2]
@@ -50,3 +53,10 @@ def test_without_a_gpu_it_says_so() -> None:
     )
     assert done.returncode == 2
     assert "--smoke" in done.stderr
+
+
+def test_a_kernel_that_gives_nan_is_wrong() -> None:
+    case = next(c for c in all_cases(smoke=True) if c.kernel == "rms_norm")
+    x = jnp.ones((3,), jnp.float32)
+    assert measure._difference(case, (x, x * jnp.nan), (x, x)) == float("inf")
+    assert measure._difference(case, (x * jnp.nan, x), (x, x)) == float("inf")

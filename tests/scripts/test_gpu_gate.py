@@ -55,6 +55,29 @@ def test_a_change_of_the_sources_is_seen(tmp_path, monkeypatch) -> None:
     assert gpu_gate.source_hash(case) != before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--only", "nothing"], 2, "no case has such a name or chip"),
+        (["--chip", "nochip", "--check"], 2, "no case has such a name or chip"),
+        (["--jobs", "0"], 2, "invalid choice: 0"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(arguments, code: int, message: str) -> None:
+    done = _python("scripts/gpu_gate.py", *arguments)
+    assert done.returncode == code
+    assert message in done.stderr
+
+
+def test_a_broken_table_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_gate, "ROOT", tmp_path)
+    for text in ("{", "{}", '{"rows": [{"kernel": 1}]}'):
+        monkeypatch.setattr(gpu_gate, "TABLE", tmp_path / "gate.json")
+        gpu_gate.TABLE.write_text(text)
+        with pytest.raises(SystemExit, match=r"gate\.json is broken"):
+            gpu_gate.read_table()
+
+
 @pytest.mark.kernels
 @compiles
 @pytest.mark.parametrize("name", ["rms_norm triton 32x4096 bfloat16 residual"])
@@ -89,3 +112,12 @@ def test_where_nothing_can_be_compiled_the_gate_says_so() -> None:
     done = _python("scripts/gpu_gate.py", "--all")
     assert done.returncode == 2
     assert "cannot compile here" in done.stderr
+
+
+def test_a_machine_without_any_plugin_is_told_so(monkeypatch) -> None:
+    def find_spec(name: str) -> None:
+        if "." in name:  # as importlib does where the parent is not there
+            raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(compile_for_gpu.importlib.util, "find_spec", find_spec)
+    assert "jax-cuda13-plugin" in (compile_for_gpu.missing() or "")

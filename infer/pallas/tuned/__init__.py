@@ -20,9 +20,18 @@ def tuned(sizes: Sizes, kernel: str, chip: str | None, key: str) -> Sizes:
         kernel: the kernel's file.
         chip: a name of infer.hardware, or None.
         key: of the shape; see the kernel's cases in tests/cases/kernels.
+
+    Raises:
+        ValueError: the file does not fit the kernel.
     """
     fields = _table(kernel, chip).get(key, {}) if chip else {}
-    return dataclasses.replace(sizes, **fields)  # type: ignore[type-var]
+    try:
+        return dataclasses.replace(sizes, **fields)  # type: ignore[type-var]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"infer/pallas/tuned/{chip}/{kernel}.json has sizes for {key!r} that {kernel} does not "
+            f"take ({error}); run scripts/gpu_check.py --parts tuning, or remove them"
+        ) from error
 
 
 @functools.cache
