@@ -1,0 +1,80 @@
+"""Fused CPU operations in C++ behind `jax.ffi`: what XLA:CPU is slow at.
+
+The library is optional and loaded on first use: where it is missing or does not fit the CPU,
+`available()` is False, `why_not()` says why, and plain XLA does the work.
+"""
+
+import ctypes
+import functools
+import os
+from typing import Any
+
+# The exported handlers; each is registered under its own name.
+OPERATIONS: tuple[str, ...] = ()
+
+
+def available() -> bool:
+    """Return whether the native operations can be used in this process."""
+    return not why_not()
+
+
+def why_not() -> str:
+    """Return why the native operations cannot be used, in one line; empty if they can."""
+    return _load()[1]
+
+
+def isa() -> str:
+    """Return the instruction set in use: "avx2", "avx512", "amx", or "none".
+
+    INFER_NATIVE_ISA, read once, chooses a lesser one.
+    """
+    library = _load()[0]
+    return "none" if library is None else library.infer_native_isa().decode()
+
+
+def num_threads() -> int:
+    """Return how many threads an operation uses at most; INFER_NUM_THREADS, read once, sets it.
+
+    1 where the library is not available.
+    """
+    library = _load()[0]
+    return 1 if library is None else library.infer_native_num_threads()
+
+
+def library() -> Any:
+    """Return the loaded library with all operations registered.
+
+    Raises:
+        NotImplementedError: It cannot be used here.
+    """
+    loaded, reason = _load()
+    if loaded is None:
+        raise NotImplementedError(f"no native operations: {reason}")
+    return loaded
+
+
+@functools.cache
+def _load() -> tuple[Any, str]:
+    """Return the library and "", or None and why not."""
+    from infer.native import build  # here, or `python -m infer.native.build` would load it twice
+
+    path = os.environ.get("INFER_NATIVE_LIBRARY") or str(build.LIBRARY)
+    if not os.path.exists(path):
+        return None, f"{path} is not built; run python -m infer.native.build"
+    try:
+        library = ctypes.CDLL(path)
+        for name in ("isa", "error", "sources"):
+            getattr(library, f"infer_native_{name}").restype = ctypes.c_char_p
+        handlers = {name: getattr(library, name) for name in OPERATIONS}
+        sources = library.infer_native_sources().decode()
+    except (OSError, AttributeError) as error:
+        return None, f"{path} cannot be loaded ({error}); run python -m infer.native.build"
+    if build.SOURCES.is_dir() and sources != build.source_hash():
+        return None, f"{path} was built from other sources; run python -m infer.native.build"
+    if reason := library.infer_native_error().decode():
+        return None, reason
+    import jax.ffi
+
+    for name, handler in handlers.items():
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+    return library, ""

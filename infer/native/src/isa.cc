@@ -1,0 +1,96 @@
+#include "isa.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+
+#include "handler.h"
+
+#ifndef INFER_SOURCE_HASH
+#define INFER_SOURCE_HASH ""
+#endif
+
+namespace infer {
+namespace {
+
+struct Choice {
+  Isa isa = Isa::kNone;
+  char error[160] = "";
+};
+
+Isa isa_of_cpu() {
+  // These builtins ask the operating system too (XGETBV): it must save the wide registers.
+  __builtin_cpu_init();
+  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+        __builtin_cpu_supports("f16c"))) {
+    return Isa::kNone;
+  }
+  if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vnni"))) {
+    return Isa::kAvx2;
+  }
+  return Isa::kAvx512Vnni;  // kAmx waits for its kernels
+}
+
+Choice choose() {
+  Choice choice;
+  const Isa cpu = isa_of_cpu();
+  const char* asked = std::getenv("INFER_NATIVE_ISA");
+  if (asked == nullptr || *asked == '\0') {
+    choice.isa = cpu;
+    if (cpu == Isa::kNone) {
+      std::snprintf(choice.error, sizeof choice.error,
+                    "this CPU has no AVX2, FMA and F16C, which the native operations need");
+    }
+    return choice;
+  }
+  for (Isa isa : {Isa::kAvx2, Isa::kAvx512Vnni, Isa::kAmx}) {
+    if (std::strcmp(asked, isa_name(isa)) != 0) continue;
+    if (isa <= cpu) {
+      choice.isa = isa;
+    } else {
+      std::snprintf(choice.error, sizeof choice.error,
+                    "INFER_NATIVE_ISA is %s, and the best set here is %s; unset it", asked,
+                    isa_name(cpu));
+    }
+    return choice;
+  }
+  std::snprintf(choice.error, sizeof choice.error,
+                "INFER_NATIVE_ISA is '%.40s'; it can be avx2, avx512 or amx", asked);
+  return choice;
+}
+
+const Choice& choice() {
+  static const Choice made = choose();
+  return made;
+}
+
+}  // namespace
+
+Isa best_isa() { return choice().isa; }
+
+const char* isa_error() { return choice().error; }
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512Vnni:
+      return "avx512";
+    case Isa::kAmx:
+      return "amx";
+    case Isa::kNone:
+      break;
+  }
+  return "none";
+}
+
+}  // namespace infer
+
+extern "C" INFER_EXPORT const char* infer_native_isa() {
+  return infer::isa_name(infer::best_isa());
+}
+extern "C" INFER_EXPORT const char* infer_native_error() { return infer::isa_error(); }
+extern "C" INFER_EXPORT const char* infer_native_sources() { return INFER_SOURCE_HASH; }
