@@ -10,7 +10,11 @@ import os
 from typing import Any
 
 # The exported handlers; each is registered under its own name.
-OPERATIONS: tuple[str, ...] = ()
+OPERATIONS: tuple[str, ...] = (
+    "infer_dense_attention",
+    "infer_paged_attention",
+    "infer_rope_write",
+)
 
 
 def available() -> bool:
