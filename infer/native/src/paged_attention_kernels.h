@@ -61,6 +61,12 @@ INFER_INLINE F32 tanh(F32 x) {
   return select_gt(size, set1(0.625f), select_gt(zero_f32(), x, sub(zero_f32(), far), far), near);
 }
 
+// The line that holds p.  Pages are small and scattered, which the hardware does not foresee; asked
+// for one by one between other work, they arrive while it is done.
+INFER_INLINE void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+
 // ---- Products ---------------------------------------------------------------------------------
 
 // s [R, C * 16], rows kSplit apart, := q [R, width] times C panels [width, 16].
@@ -97,16 +103,20 @@ void score_rows(const float* q, int width, const float* panels, int64_t panel_st
   }
 }
 
-// acc [R, C * 16] += p [R, n] times the rows v [n] from `column` on, keys in order.
+// acc [R, C * 16] += p [R, n] times the rows v [n] from `column` on, keys in order.  From each row
+// `ahead` as many bytes from `skip` on are prefetched, where it is not null.
 template <int R, int C>
 INFER_INLINE void value_block(const float* p, const float* const* v, int n, int column, float* acc,
-                              int64_t acc_stride) {
+                              int64_t acc_stride, const char* const* ahead, int skip) {
   F32 sum[R][C];
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) sum[r][c] = load(acc + r * acc_stride + column + c * kLanes);
   }
   for (int j = 0; j < n; ++j) {
     const float* from = v[j] + column;
+    if (ahead != nullptr) {
+      for (int c = 0; c < C; ++c) prefetch(ahead[j] + skip + c * 64);
+    }
     F32 x[C];
     for (int c = 0; c < C; ++c) x[c] = load(from + c * kLanes);
     for (int r = 0; r < R; ++r) {
@@ -120,12 +130,13 @@ INFER_INLINE void value_block(const float* p, const float* const* v, int n, int 
 }
 
 template <int R>
-void value_rows(const float* p, const float* const* v, int n, int width, float* acc) {
+void value_rows(const float* p, const float* const* v, int n, int width, float* acc,
+                const char* const* ahead, int ahead_bytes) {
   int column = 0;
   for (; column + kValueColumns * kLanes <= width; column += kValueColumns * kLanes) {
-    value_block<R, kValueColumns>(p, v, n, column, acc, width);
+    value_block<R, kValueColumns>(p, v, n, column, acc, width, column * 4 < ahead_bytes ? ahead : nullptr, column * 4);
   }
-  for (; column < width; column += kLanes) value_block<R, 1>(p, v, n, column, acc, width);
+  for (; column < width; column += kLanes) value_block<R, 1>(p, v, n, column, acc, width, column * 4 < ahead_bytes ? ahead : nullptr, column * 4);
 }
 
 // Call f<R> on the rows in blocks of at most `most` rows.
@@ -167,9 +178,11 @@ struct ValueCall {
   const float* const* v;
   int n, width;
   float* acc;
+  const char* const* ahead;
+  int ahead_bytes;
   template <int R>
   void operator()(int r) const {
-    value_rows<R>(p + r * kSplit, v, n, width, acc + int64_t{r} * width);
+    value_rows<R>(p + r * kSplit, v, n, width, acc + int64_t{r} * width, r == 0 ? ahead : nullptr, ahead_bytes);
   }
   void rest(int r, int n) const {
     switch (n) {
@@ -191,14 +204,16 @@ INFER_INLINE Keys keys_of(const Attention& a, const Tile& tile, int t) {
   return {first > 0 ? first : 0, i};
 }
 
-// panels [c][width, 16] := 16 keys each, transposed.
+// panels [c][width, 16] := 16 keys each, transposed.  The rows `ahead` are prefetched meanwhile.
 template <typename E>
-INFER_INLINE void pack_keys(const typename E::Type* const* keys, int num_panels, int width,
+INFER_INLINE void pack_keys(const typename E::Type* const* keys,
+                            const typename E::Type* const* ahead, int num_panels, int width,
                             int64_t panel_stride, float* panels) {
   for (int c = 0; c < num_panels; ++c) {
     for (int h = 0; h < width; h += kLanes) {
       F32 x[kLanes];
       for (int j = 0; j < kLanes; ++j) x[j] = load_some<E>(keys[c * kLanes + j] + h, width - h);
+      for (int j = 0; j < kLanes; ++j) prefetch(ahead[c * kLanes + j] + h);
       transpose16(x);
       float* to = panels + c * panel_stride + h * kLanes;
       for (int j = 0; j < kLanes; ++j) store(to + j * kLanes, x[j]);
@@ -238,6 +253,37 @@ INFER_INLINE void soften(float* s, int begin, int end, int low, int high, const 
   *total_out = reduce_add(total);
 }
 
+// Walks the slots of a tile's keys in ascending order of position.
+class Slots {
+ public:
+  INFER_INLINE Slots(const Attention& a, const Tile& tile, int64_t position)
+      : pools_(a.pools),
+        table_(a.table + int64_t{tile.row} * a.pages_per_row),
+        pages_(a.pages_per_row),
+        head_(tile.head * a.pools.head_stride),
+        column_(position / a.pools.page_size),
+        slot_(static_cast<int>(position % a.pools.page_size)) {}
+
+  // Where the next key's elements begin in a pool, or -1 where there is no page.
+  INFER_INLINE int64_t next() {
+    const int64_t page = column_ < pages_ ? table_[column_] : -1;
+    const int64_t at = page >= 0 && page < pools_.num_pages
+                           ? page * pools_.page_stride + head_ + slot_ * pools_.token_stride
+                           : -1;
+    if (++slot_ == pools_.page_size) {
+      slot_ = 0;
+      ++column_;
+    }
+    return at;
+  }
+
+ private:
+  const Pools& pools_;
+  const int32_t* table_;
+  int64_t pages_, head_, column_;
+  int slot_;
+};
+
 template <typename E>
 void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, const Part& part) {
   using Type = typename E::Type;
@@ -259,6 +305,7 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
     high = keys.high - origin > high ? keys.high - origin : high;
   }
   low = low < 0 ? 0 : low;
+  const bool more = high >= kSplit;
   high = high < kSplit ? high : kSplit - 1;
   for (int64_t i = 0; i < int64_t{rows} * padded; ++i) part.acc[i] = 0;
   if (low > high) {
@@ -278,27 +325,18 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
   bool missing = false;
   {
     const Type* const nothing = reinterpret_cast<const Type*>(zeros);
-    const Pools& pools = a.pools;
-    const int32_t* table = a.table + int64_t{tile.row} * a.pages_per_row;
-    int64_t column = (origin + begin) / pools.page_size;
-    int slot = static_cast<int>((origin + begin) % pools.page_size);
+    Slots slots(a, tile, origin + begin);
     for (int j = begin; j < end; ++j) {
-      const int64_t page = column < a.pages_per_row ? table[column] : -1;
-      const bool seen = j >= low && j <= high, held = page >= 0 && page < pools.num_pages;
+      const int64_t at = slots.next();
       keys[j] = values[j] = nothing;
       bias[j] = 0;
-      if (seen && held) {
-        const int64_t at = page * pools.page_stride + tile.head * pools.head_stride +
-                           slot * pools.token_stride;
-        keys[j] = static_cast<const Type*>(pools.k) + at;
-        values[j] = static_cast<const Type*>(pools.v) + at;
-      } else if (seen) {
+      if (j < low || j > high) continue;
+      if (at >= 0) {
+        keys[j] = static_cast<const Type*>(a.pools.k) + at;
+        values[j] = static_cast<const Type*>(a.pools.v) + at;
+      } else {
         missing = true;
         bias[j] = -__builtin_inff();
-      }
-      if (++slot == pools.page_size) {
-        slot = 0;
-        ++column;
       }
     }
   }
@@ -315,11 +353,12 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
     for (; i < n; ++i) to[i] = from[i] * a.scale;
   }
 
+  const int64_t row_bytes = width * sizeof(Type);
   const int64_t panel_stride = int64_t{padded} * kLanes;
   for (int j = begin; j < end; j += kPackedPanels * kLanes) {
     const int left = (end - j) / kLanes;
     const int num_panels = left < kPackedPanels ? left : kPackedPanels;
-    pack_keys<E>(keys + j, num_panels, width, panel_stride, panels);
+    pack_keys<E>(keys + j, values + j, num_panels, width, panel_stride, panels);
     for_row_blocks<kScoreRows>(
         rows, ScoreCall{q, width, panels, panel_stride, num_panels, s + j});
   }
@@ -333,9 +372,15 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
            missing ? bias : nullptr, a.softcap, part.m + r, part.total + r);
   }
 
+  Slots ahead(a, tile, origin + kSplit);
   for (int j = static_cast<int>(low); j <= high; j += kPackedValues) {
     const int left = static_cast<int>(high) + 1 - j;
     const int n = left < kPackedValues ? left : kPackedValues;
+    const char* next[kPackedValues];
+    for (int i = 0; i < n && more; ++i) {
+      const int64_t at = ahead.next();
+      next[i] = reinterpret_cast<const char*>(static_cast<const Type*>(a.pools.k) + (at < 0 ? 0 : at));
+    }
     const float* rows_of[kPackedValues];
     if (sizeof(Type) == sizeof(float) && width == padded) {
       for (int i = 0; i < n; ++i) rows_of[i] = reinterpret_cast<const float*>(values[j + i]);
@@ -348,7 +393,7 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
         rows_of[i] = to;
       }
     }
-    for_row_blocks<kValueRows>(rows, ValueCall{s + j, rows_of, n, padded, part.acc});
+    for_row_blocks<kValueRows>(rows, ValueCall{s + j, rows_of, n, padded, part.acc, more ? next : nullptr, static_cast<int>(row_bytes)});
   }
 }
 
