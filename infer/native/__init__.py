@@ -10,8 +10,11 @@ import os
 from typing import Any
 
 # The exported handlers; each is registered under its own name.
-OPERATIONS: tuple[str, ...] = (
+OPERATIONS = (
     "infer_dense_attention",
+    "infer_gated_mlp",
+    "infer_head",
+    "infer_linear",
     "infer_paged_attention",
     "infer_rope_write",
 )

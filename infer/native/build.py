@@ -49,6 +49,11 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+def is_fresh(library: Path = LIBRARY) -> bool:
+    """Return whether the library is there and made of the present sources."""
+    return library.exists() and source_hash().encode() in library.read_bytes()
+
+
 def build(output: str | os.PathLike[str] | None = None) -> Path:
     """Compile and link the library.
 
@@ -112,7 +117,7 @@ def _compiler() -> list[str]:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+        errors = [line for line in done.stderr.splitlines() if "error: " in line]
         first = errors[0] if errors else done.stderr.strip()[:200]
         raise BuildError(f"{shlex.join(command[:1])} failed with {done.returncode}: {first}")
 

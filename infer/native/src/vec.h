@@ -106,11 +106,15 @@ INFER_INLINE U8x64 shift_left16(U8x64 a) {
   return {_mm512_slli_epi16(a.v, n)};
 }
 
-// acc + the sum over a lane's four bytes of w (unsigned, below 2^bits) times the four signed bytes
-// `x`, which are the same for all lanes and not below -127.  Exact.
-template <int bits>
-INFER_INLINE I32 dot4(I32 acc, U8x64 w, int32_t x) {
-  return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(x))};
+// For each lane the sum over its 4n bytes of (w - zero) * x, exact.  The codes w are below 2^bits,
+// zero is 0 or 2^(bits - 1); x [4n], at least -127, is the same for all lanes and has the sum
+// -minus_sum.
+template <int bits, int zero, int n>
+INFER_INLINE I32 dot(const U8x64* w, const int8_t* x, int32_t minus_sum) {
+  const int32_t* fours = reinterpret_cast<const int32_t*>(x);
+  I32 s = zero == 0 ? zero_i32() : shift_left<bits - 1>(set1_i32(minus_sum));
+  for (int i = 0; i < n; ++i) s.v = _mm512_dpbusd_epi32(s.v, w[i].v, _mm512_set1_epi32(fours[i]));
+  return s;
 }
 
 INFER_INLINE F32 fold8(F32 a) {  // lane i + lane i + 8, in the lower half
@@ -251,27 +255,33 @@ INFER_INLINE U8x64 shift_left16(U8x64 x) {
   return {_mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n)};
 }
 
-// VPMADDUBSW adds pairs in saturating 16 bits.  Codes below 2^7 cannot saturate (2 * 127 * 127);
-// bytes up to 255 can, so those are taken as signed (w - 128, at most 128 in size: 2 * 128 * 127),
-// their sign is moved to x, and 128 * sum(x) is added back.
-template <int bits>
-INFER_INLINE __m256i dot4(__m256i acc, __m256i w, __m256i x) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  if constexpr (bits < 8) {
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones));
-  } else {
-    const __m256i half = _mm256_set1_epi8(-128);
-    const __m256i s = _mm256_xor_si256(w, half);
-    const __m256i p = _mm256_maddubs_epi16(_mm256_abs_epi8(s), _mm256_sign_epi8(x, s));
-    const __m256i back = _mm256_maddubs_epi16(half, x);
-    return _mm256_add_epi32(
-        acc, _mm256_add_epi32(_mm256_madd_epi16(p, ones), _mm256_madd_epi16(back, ones)));
+// VPMADDUBSW adds pairs in saturating 16 bits; as many of its results as cannot overflow are added
+// before they are widened.  Bytes up to 255 overflow in a pair, so those are taken as signed
+// (w - 128, at most 128 in size), and their sign is moved to x.
+template <int bits, int zero, int n>
+INFER_INLINE I32 dot(const U8x64* w, const int8_t* x, int32_t minus_sum) {
+  static_assert(bits < 8 || zero == 128);
+  constexpr int kFit = bits == 8 ? 1 : 32767 / (2 * 127 * ((1 << bits) - 1));
+  const int32_t* fours = reinterpret_cast<const int32_t*>(x);
+  const __m256i ones = _mm256_set1_epi16(1), half = _mm256_set1_epi8(-128);
+  I32 s = zero == 0 || bits == 8 ? zero_i32() : shift_left<bits - 1>(set1_i32(minus_sum));
+  for (int i = 0; i < n; i += kFit) {
+    __m256i a = _mm256_setzero_si256(), b = a;
+    for (int j = i; j < n && j < i + kFit; ++j) {
+      const __m256i v = _mm256_set1_epi32(fours[j]);
+      if constexpr (bits == 8) {
+        const __m256i sa = _mm256_xor_si256(w[j].a, half), sb = _mm256_xor_si256(w[j].b, half);
+        a = _mm256_maddubs_epi16(_mm256_abs_epi8(sa), _mm256_sign_epi8(v, sa));
+        b = _mm256_maddubs_epi16(_mm256_abs_epi8(sb), _mm256_sign_epi8(v, sb));
+      } else {
+        a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w[j].a, v));
+        b = _mm256_add_epi16(b, _mm256_maddubs_epi16(w[j].b, v));
+      }
+    }
+    s.a = _mm256_add_epi32(s.a, _mm256_madd_epi16(a, ones));
+    s.b = _mm256_add_epi32(s.b, _mm256_madd_epi16(b, ones));
   }
-}
-template <int bits>
-INFER_INLINE I32 dot4(I32 acc, U8x64 w, int32_t x) {
-  const __m256i v = _mm256_set1_epi32(x);
-  return {dot4<bits>(acc.a, w.a, v), dot4<bits>(acc.b, w.b, v)};
+  return s;
 }
 
 INFER_INLINE float reduce_add(F32 x) {

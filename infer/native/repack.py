@@ -1,0 +1,99 @@
+"""Weights in the order in which the native kernels read them: 16 output rows side by side.
+
+A packed weight holds the same codes and scales as the GGUF blocks it is made of, about as many
+bytes, and decodes to the same numbers.  `repack.cc` writes the layout, `gemm_kernels.h` reads it.
+"""
+
+import ctypes
+from typing import Any
+
+import jax
+import numpy as np
+
+from infer import native
+from infer.pytree import Leaf, pytree_dataclass, static
+from infer.quant.qarray import QArray
+
+_PANEL = 16
+
+# Format name -> its number in gemm.h.
+FORMATS = {
+    "F32": 0,
+    "F16": 1,
+    "BF16": 2,
+    "Q4_0": 3,
+    "Q4_1": 4,
+    "Q5_0": 5,
+    "Q5_1": 6,
+    "Q8_0": 7,
+    "Q4_K": 8,
+    "Q5_K": 9,
+    "Q6_K": 10,
+}
+_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@pytree_dataclass
+class Packed:
+    """A weight [out, in] in panels of 16 rows, the last one padded with zeros."""
+
+    data: Leaf  # uint8 [ceil(out / 16), panel_bytes]
+    format: str = static(kw_only=True)  # a key of FORMATS
+    shape: tuple[int, int] = static(kw_only=True)
+
+
+def repack(weight: QArray | jax.Array | np.ndarray) -> Packed:
+    """Return a weight [out, in] repacked, as a JAX array on the CPU.
+
+    Args:
+        weight: packed blocks, or a float32, float16 or bfloat16 matrix; known on the host.
+
+    Raises:
+        NotImplementedError: there is no kernel for the format, or `in` is no multiple of 32.
+    """
+    library = native.library()
+    if isinstance(weight, QArray):
+        name, rows = weight.format.name, np.asarray(weight.data)
+        if weight.format.layout != "blocks":
+            name = weight.format.layout
+    else:
+        name, rows = _OF_DTYPE.get(str(weight.dtype), str(weight.dtype)), np.asarray(weight)
+        if rows.ndim != 2:
+            raise ValueError(f"a weight is a matrix [out, in], not of shape {rows.shape}")
+    out, width = weight.shape
+    if name not in FORMATS:
+        raise NotImplementedError(
+            f"no native kernel for weights in {name}; there are {', '.join(FORMATS)}"
+        )
+    if width % 32:
+        raise NotImplementedError(
+            f"the native kernels take a width that is a multiple of 32, not {width}"
+        )
+    # Row by row in place, even if the rows are a view of a mapped file.
+    if rows.strides[1] != rows.itemsize or rows.strides[0] < rows.shape[1] * rows.itemsize:
+        rows = np.ascontiguousarray(rows)
+    library.infer_native_panel_bytes.restype = ctypes.c_int64
+    panel_bytes = library.infer_native_panel_bytes(FORMATS[name], ctypes.c_int64(width))
+    data = _aligned_zeros((-(-out // _PANEL), panel_bytes))
+    library.infer_native_repack(
+        FORMATS[name],
+        ctypes.c_void_p(rows.ctypes.data),
+        ctypes.c_int64(rows.strides[0]),
+        out,
+        width,
+        ctypes.c_void_p(data.ctypes.data),
+    )
+    return Packed(_on_cpu(data), format=name, shape=(out, width))
+
+
+def _aligned_zeros(shape: tuple[int, int]) -> np.ndarray:
+    """Return zeros on a 64-byte boundary, which JAX takes without a copy."""
+    size = shape[0] * shape[1]
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].reshape(shape)
+
+
+def _on_cpu(data: np.ndarray) -> Any:
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return jax.numpy.asarray(data)

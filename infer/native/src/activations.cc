@@ -1,0 +1,157 @@
+#include "activations.h"
+
+namespace infer {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr size_t kKeep = size_t{64} << 20;
+
+struct Memory {
+  char* data = nullptr;
+  size_t size = 0;
+  ~Memory() { std::free(data); }
+};
+
+Memory& memory() {
+  static thread_local Memory of_thread;
+  return of_thread;
+}
+
+}  // namespace
+
+bool Scratch::reserve(size_t bytes) {
+  Memory& m = memory();
+  if (bytes <= m.size) return true;
+  std::free(m.data);
+  bytes = (bytes + 4095) / 4096 * 4096;
+  m.data = static_cast<char*>(std::aligned_alloc(64, bytes));
+  m.size = m.data == nullptr ? 0 : bytes;
+  return m.data != nullptr;
+}
+
+char* Scratch::base() { return memory().data; }
+
+Scratch::~Scratch() {
+  Memory& m = memory();
+  if (m.size <= kKeep) return;
+  std::free(m.data);
+  m = Memory();
+}
+
+size_t rows_bytes(int64_t rows, int64_t in, Needs needs) {
+  size_t bytes = 0;
+  if (needs.floats) bytes += Scratch::bytes_of<float>(rows * in);
+  if (needs.quants) {
+    bytes += Scratch::bytes_of<int8_t>(rows * in) + 3 * Scratch::bytes_of<float>(rows * in / 16);
+  }
+  return bytes;
+}
+
+Rows take_rows(Scratch& scratch, int64_t rows, int64_t in, Needs needs) {
+  Rows to{static_cast<int>(in), nullptr, nullptr, nullptr, nullptr, nullptr};
+  if (needs.floats) to.x = scratch.take<float>(rows * in);
+  if (needs.quants) {
+    to.q = scratch.take<int8_t>(rows * in);
+    to.d = scratch.take<float>(rows * in / kGroup);
+    to.d_sum = scratch.take<float>(rows * in / kGroup);
+    to.minus_sum = scratch.take<int32_t>(rows * in / 16);
+  }
+  return to;
+}
+
+void prepare_rows(const float* x, int rows, const float* gain, float eps, const Rows& to) {
+  const Kernels& k = kernels();
+  // A norm and a rounding cost about as much as 64 products.
+  parallel_for(
+      rows,
+      [&](int begin, int end) {
+        for (int row = begin; row < end; ++row) {
+          k.prepare(x + static_cast<int64_t>(row) * to.in, gain, eps, to, row);
+        }
+      },
+      min_piece(64 * to.in));
+}
+
+void do_panel(const Kernels& k, const Product& p, const Rows& x, int row, int count, int panel) {
+  alignas(64) float tile[kRowBlock * kPanel];
+  const int out = p.weight.out, column = panel * kPanel, n = std::min(kPanel, out - column);
+  k.panel(p.weight, x, row, count, panel, tile);
+  for (int i = 0; i < count; ++i) {
+    const int64_t at = static_cast<int64_t>(row + i) * out + column;
+    k.finish(tile + kPanel * i, p.bias ? p.bias + column : nullptr,
+             p.residual ? p.residual + at : nullptr, n, p.y + at);
+  }
+}
+
+// All panels of all products for a block of rows, then for the next: the weights stay in the second
+// cache while the rows pass, or, with few rows, stream through once.
+void do_products(const Product* products, int count, const Rows& x, int rows) {
+  const Kernels& k = kernels();
+  int panels = 0;
+  for (int i = 0; i < count; ++i) panels += products[i].weight.panels();
+  const int blocks = (rows + kRowBlock - 1) / kRowBlock;
+  parallel_for(
+      blocks * panels,
+      [&](int begin, int end) {
+        for (int item = begin; item < end; ++item) {
+          const int row = item / panels * kRowBlock;
+          const Product* p = products;
+          int panel = item % panels;
+          while (panel >= p->weight.panels()) panel -= p++->weight.panels();
+          do_panel(k, *p, x, row, std::min(kRowBlock, rows - row), panel);
+        }
+      },
+      min_piece(static_cast<int64_t>(x.in) * kPanel * std::min(rows, kRowBlock)));
+}
+
+ffi::Error check_x(const ffi::AnyBuffer& x, int& rows, int& in) {
+  if (best_isa() == Isa::kNone) return ffi::Error(ffi::ErrorCode::kUnimplemented, isa_error());
+  const auto dims = x.dimensions();
+  if (x.element_type() != ffi::F32 || dims.size() != 2 || dims[1] < kGroup ||
+      dims[1] % kGroup != 0 || dims[0] > 1 << 24 || dims[1] > 1 << 24) {
+    return invalid("x is %s; it must be float32 [rows, in] with in a multiple of 32",
+                   shape_text(x).c_str());
+  }
+  rows = static_cast<int>(dims[0]);
+  in = static_cast<int>(dims[1]);
+  return ffi::Error::Success();
+}
+
+ffi::Error check_weight(const char* name, const ffi::AnyBuffer& data, int64_t format, int64_t out,
+                        int64_t in, Weight& weight) {
+  if (format < 0 || format >= kFormats) {
+    return invalid("%s has the format %lld; formats are 0 to %d", name,
+                   static_cast<long long>(format), kFormats - 1);
+  }
+  const Format f = static_cast<Format>(format);
+  if (in % block_width(f) != 0 || out < 1 || out > 1 << 28) {
+    return invalid("%s is [%lld, %lld], and its format has blocks of %d along the input", name,
+                   static_cast<long long>(out), static_cast<long long>(in), block_width(f));
+  }
+  const int64_t panels = (out + kPanel - 1) / kPanel;
+  if (data.element_type() != ffi::U8 || !has_shape(data, {panels, panel_bytes(f, in)})) {
+    return invalid("%s has packed data %s; its weight [%lld, %lld] takes uint8 [%lld, %lld]", name,
+                   shape_text(data).c_str(), static_cast<long long>(out),
+                   static_cast<long long>(in), static_cast<long long>(panels),
+                   static_cast<long long>(panel_bytes(f, in)));
+  }
+  weight = {f, static_cast<const uint8_t*>(data.untyped_data()), static_cast<int>(out),
+            static_cast<int>(in)};
+  return ffi::Error::Success();
+}
+
+ffi::Error check_f32(const char* name, const ffi::AnyBuffer& buffer,
+                     std::initializer_list<int64_t> shape) {
+  if (buffer.element_type() == ffi::F32 && has_shape(buffer, shape)) return ffi::Error::Success();
+  std::string wanted;
+  for (int64_t d : shape) wanted += (wanted.empty() ? "" : ", ") + std::to_string(d);
+  return invalid("%s is %s; it must be float32 [%s]", name, shape_text(buffer).c_str(),
+                 wanted.c_str());
+}
+
+const Kernels& kernels() {
+  return best_isa() >= Isa::kAvx512Vnni ? kernels_avx512() : kernels_avx2();
+}
+
+}  // namespace infer

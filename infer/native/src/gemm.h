@@ -1,0 +1,107 @@
+// Weights times activations: the data, and the kernels that each instruction set has.
+//
+// A weight [out, in] is repacked into panels of 16 output rows (infer/native/repack.py), so that one
+// vector lane is one output row.  Activations are quantised per row and group of 32 to int8:
+//
+//     d = max|x| / 127,  q = round(x / d),  y_o = sum over groups of d * (scale_o * sum(w q) + min_o * sum(q))
+//
+// The sums in a group are exact in int32, and each lane adds its groups in order with one chain of
+// fused multiply-adds.  So the bits of a row's result depend on that row and the weight alone: not
+// on the other rows, the tile, the thread or the instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace infer {
+
+constexpr int kPanel = 16;     // output rows side by side in a packed weight
+constexpr int kGroup = 32;     // activations with one scale
+constexpr int kRowBlock = 64;  // activation rows that pass a panel before the next panel
+
+// The numbers are part of the Python side (repack.py).
+enum class Format : int {
+  kF32 = 0,
+  kF16 = 1,
+  kBf16 = 2,
+  kQ4_0 = 3,
+  kQ4_1 = 4,
+  kQ5_0 = 5,
+  kQ5_1 = 6,
+  kQ8_0 = 7,
+  kQ4K = 8,
+  kQ5K = 9,
+  kQ6K = 10,
+};
+constexpr int kFormats = 11;
+
+inline bool is_float(Format format) { return format <= Format::kBf16; }
+
+// Weights in a block along the input, and bytes of 16 rows of it.
+inline int block_width(Format format) {
+  return is_float(format) ? 1 : format >= Format::kQ4K ? 256 : 32;
+}
+inline int64_t block_bytes(Format format) {
+  constexpr int64_t kBytes[kFormats] = {64,  32,  32,  256 + 32,       256 + 64,      320 + 32,
+                                        384, 544, 64 + 8 * 288, 64 + 8 * 352, 32 + 8 * 416};
+  return kBytes[static_cast<int>(format)];
+}
+inline int64_t panel_bytes(Format format, int64_t in) {
+  return in / block_width(format) * block_bytes(format);
+}
+
+struct Weight {
+  Format format;
+  const uint8_t* data;
+  int out, in;
+
+  int panels() const { return (out + kPanel - 1) / kPanel; }
+  const uint8_t* panel(int p) const { return data + p * panel_bytes(format, in); }
+};
+
+// Rows of activations [rows, in], quantised, as floats, or both: whatever the weights need.
+struct Rows {
+  int in;
+  float* x;            // [rows, in], for float weights
+  int8_t* q;           // [rows, in]
+  float* d;            // [rows, in / 32]
+  float* d_sum;        // [rows, in / 32]: d times the sum of the group's q
+  int32_t* minus_sum;  // [rows, in / 16]: less the sum of 16 q
+};
+
+// Statistics of a part of a row of logits.
+struct LogitStats {
+  float max;
+  float sum;  // of exp(logit - max)
+  int32_t argmax;
+};
+
+enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
+
+struct Kernels {
+  // Row `row` of `to` := the RMS norm of x [in] (or x itself where gain is null), quantised if to.q,
+  // copied if to.x.  x may be to.x's own row.
+  void (*prepare)(const float* x, const float* gain, float eps, const Rows& to, int row);
+
+  // The same of one group x [32].
+  void (*prepare_group)(const float* x, const Rows& to, int row, int group);
+
+  // y [count, 16] := rows [row, row + count) times panel p; count <= kRowBlock.
+  void (*panel)(const Weight& w, const Rows& x, int row, int count, int p, float* y);
+
+  // y[i] := (tile[i] + bias) + residual[i] for n = 1 to 16 outputs; both may be null.
+  void (*finish)(const float* tile, const float* bias, const float* residual, int n, float* y);
+
+  // gate [n] := act(gate) * up, n a multiple of 16.
+  void (*gate)(float* gate, const float* up, Activation act, int n);
+
+  LogitStats (*stats)(const float* logits, int n);
+};
+
+// Of best_isa(), which must not be kNone.
+const Kernels& kernels();
+
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+
+}  // namespace infer

@@ -1,0 +1,3 @@
+#include "gemm_kernels.h"
+
+const infer::Kernels& infer::kernels_avx2() { return infer::avx2::kKernels; }
