@@ -10,7 +10,15 @@ import os
 from typing import Any
 
 # The exported handlers; each is registered under its own name.
-OPERATIONS = ("infer_embed", "infer_linear", "infer_head", "infer_gated_mlp")
+OPERATIONS = (
+    "infer_dense_attention",
+    "infer_embed",
+    "infer_gated_mlp",
+    "infer_head",
+    "infer_linear",
+    "infer_paged_attention",
+    "infer_rope_write",
+)
 
 
 def available() -> bool:

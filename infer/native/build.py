@@ -49,6 +49,11 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+def is_fresh(library: Path = LIBRARY) -> bool:
+    """Return whether the library is there and made of the present sources."""
+    return library.exists() and source_hash().encode() in library.read_bytes()
+
+
 def build(output: str | os.PathLike[str] | None = None) -> Path:
     """Compile and link the library.
 

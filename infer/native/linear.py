@@ -29,9 +29,9 @@ def linear(
     weights: Sequence[Packed],
     norm_gain: Float[Array, " I"] | None = None,
     eps: float = 0.0,
-    biases: Sequence[Float[Array, " O"] | None] | None = None,
+    biases: Sequence[Float[Array, " _"] | None] | None = None,
     residual: Float[Array, "T O"] | None = None,
-) -> tuple[Float[Array, "T O"], ...]:
+) -> tuple[Float[Array, "T _"], ...]:
     """Return n @ w.T (+ bias) (+ residual) for each weight; n is x, or its RMS norm.
 
     Args:

@@ -251,6 +251,7 @@ def paged_attention(
     kernels = {
         "triton": form(_paged_triton, few=few, interpret=False),
         "interpret": form(_paged_triton, few=few, interpret=True),
+        "native": form(_paged_native),
     }
     if not few:
         kernels["mosaic"] = form(_paged_mosaic)
@@ -276,6 +277,20 @@ def _paged_xla(
     return attention_xla.paged_attention(
         q, k_pages, v_pages, page_table, positions, sinks=sinks, **options
     )
+
+
+def _paged_native(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    positions: Array,
+    sinks: Array | None,
+    **options: Any,
+) -> Array:
+    from infer.native.paged_attention import paged_attention as operation
+
+    return operation(q, k_pages, v_pages, page_table, positions, sinks=sinks, **options)
 
 
 def _paged_triton(

@@ -121,7 +121,11 @@ def rope_write(
         "rope_write",
         (q, k, v, *turn, pages, positions, k_pages, v_pages),
         xla=_rope_write_xla,
-        kernels={"triton": kernel(False), "interpret": kernel(True)},
+        kernels={
+            "triton": kernel(False),
+            "interpret": kernel(True),
+            "native": _rope_write_native,
+        },
         preferred=(),
         implementation=implementation,
     )
@@ -140,6 +144,22 @@ def _rope_write_xla(
 ) -> tuple[Array, Array, Array]:
     k_pages = write_tokens(k_pages, apply_rope(k, cos, sin), pages, positions)
     return apply_rope(q, cos, sin), k_pages, write_tokens(v_pages, v, pages, positions)
+
+
+def _rope_write_native(
+    q: Array,
+    k: Array,
+    v: Array,
+    cos: Array,
+    sin: Array,
+    pages: Array,
+    positions: Array,
+    k_pages: Array,
+    v_pages: Array,
+) -> tuple[Array, Array, Array]:
+    from infer.native.rope_write import rope_write as operation
+
+    return operation(q, k, v, cos, sin, pages, positions, k_pages, v_pages)
 
 
 def _rope_write_triton(

@@ -72,6 +72,28 @@ ffi::Error linear(ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets 
 // Panels whose logits are summed up together: fixed, so that the sum's order is.
 constexpr int kSegment = 32;
 
+// Logits of one segment for a block of rows, and their statistics.  They are gathered first and
+// written row by row: a vocabulary of 2^18 puts the same column of all rows in one set of a cache.
+void do_segment(const Kernels& k, const Product& product, const Rows& x, int row, int count,
+                int segment, int segments, LogitStats* stats) {
+  constexpr int kWide = kSegment * kPanel;
+  alignas(64) float tile[kRowBlock * kPanel], wide[kRowBlock * kWide];
+  const int first = segment * kSegment, column = first * kPanel, out = product.weight.out;
+  for (int p = first; p < std::min(product.weight.panels(), first + kSegment); ++p) {
+    k.panel(product.weight, x, row, count, p, tile);
+    for (int i = 0; i < count; ++i) {
+      std::copy_n(tile + kPanel * i, kPanel, wide + kWide * i + kPanel * (p - first));
+    }
+  }
+  const int n = std::min(kWide, out - column);
+  for (int i = 0; i < count; ++i) {
+    const int64_t at = row + i;
+    std::copy_n(wide + kWide * i, n, product.y + at * out + column);
+    stats[at * segments + segment] = k.stats(wide + kWide * i, n);
+    stats[at * segments + segment].argmax += column;
+  }
+}
+
 ffi::Error head(ffi::AnyBuffer x, ffi::AnyBuffer data, ffi::RemainingArgs args,
                 ffi::Result<ffi::AnyBuffer> logits, ffi::Result<ffi::AnyBuffer> argmax,
                 ffi::Result<ffi::AnyBuffer> lse, int64_t format, float eps) {
@@ -110,18 +132,9 @@ ffi::Error head(ffi::AnyBuffer x, ffi::AnyBuffer data, ffi::RemainingArgs args,
   const int blocks = (rows + kRowBlock - 1) / kRowBlock;
   parallel_for(blocks * segments, [&](int begin, int end) {
     for (int item = begin; item < end; ++item) {
-      const int row = item / segments * kRowBlock, segment = item % segments;
-      const int count = std::min(kRowBlock, rows - row), first = segment * kSegment;
-      for (int p = first; p < std::min(panels, first + kSegment); ++p) {
-        do_panel(k, product, prepared, row, count, p);
-      }
-      const int column = first * kPanel;
-      const int n = std::min<int>(kSegment * kPanel, static_cast<int>(out) - column);
-      for (int i = row; i < row + count; ++i) {
-        LogitStats s = k.stats(product.y + i * out + column, n);
-        s.argmax += column;
-        stats[static_cast<int64_t>(i) * segments + segment] = s;
-      }
+      const int row = item / segments * kRowBlock;
+      do_segment(k, product, prepared, row, std::min(kRowBlock, rows - row), item % segments,
+                 segments, stats);
     }
   });
 

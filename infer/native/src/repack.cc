@@ -94,6 +94,12 @@ void unpack(const uint8_t* p, Block& b) {
   }
 }
 
+// Bytes of one row's block in a GGUF file.
+constexpr int source_bytes(Format format) {
+  constexpr int kBytes[kFormats] = {4, 2, 2, 18, 20, 22, 24, 34, 144, 176, 210};
+  return kBytes[static_cast<int>(format)];
+}
+
 constexpr int bits_of(Format format) {
   return format == Format::kQ8_0                               ? 8
          : format == Format::kQ6K                              ? 6
@@ -157,15 +163,14 @@ void put(const Block& b, int row, uint8_t* to) {
   }
 }
 
-// Rows [row, row + 16) of `from`, as far as there are, into one panel, which is zero before.
+// 16 rows, or what there are, into one panel, which is zero before.
 template <Format format>
 void repack_blocks(const uint8_t* from, int64_t row_bytes, int rows, int in, uint8_t* panel) {
   const int blocks = in / block_width(format);
-  const int64_t bytes = row_bytes / blocks;
   for (int i = 0; i < blocks; ++i, panel += block_bytes(format)) {
     for (int r = 0; r < rows; ++r) {
       Block b;
-      unpack<format>(from + r * row_bytes + i * bytes, b);
+      unpack<format>(from + r * row_bytes + i * source_bytes(format), b);
       put<format>(b, r, panel);
     }
   }

@@ -1,0 +1,453 @@
+// The kernels of paged_attention.h, compiled once for each instruction set.
+#pragma once
+
+#include "paged_attention.h"
+#include "transpose.h"
+#include "vec.h"
+
+namespace infer::INFER_ISA {
+
+// Finite, so that a row without visible keys gives 0 rather than NaN; exp(kUnseen - m) is 0.
+constexpr float kUnseen = -1e30f;
+
+// Rows and 16-key panels (or 16-dimension columns) of a tile held in registers: 32 of 16 lanes, or
+// 16 of 8.
+constexpr int kScoreRows = INFER_AVX512 ? 8 : 6;
+constexpr int kValueRows = INFER_AVX512 ? 4 : 3;
+constexpr int kValueColumns = INFER_AVX512 ? 4 : 2;
+// Few rows take more panels, so that enough chains of multiply-adds are under way.
+constexpr int score_panels(int rows) {
+  const int registers = INFER_AVX512 ? 16 : 6;
+  return rows * 4 <= registers ? 4 : rows * 2 <= registers ? 2 : 1;
+}
+constexpr int kPackedPanels = 4;
+// Values converted at a time, to stay in the first cache.
+constexpr int kPackedValues = 32;
+
+// ---- Elements of the pools --------------------------------------------------------------------
+
+struct ElementF32 {
+  using Type = float;
+  static INFER_INLINE F32 load(const Type* p) { return INFER_ISA::load(p); }
+};
+struct ElementBf16 {
+  using Type = uint16_t;
+  static INFER_INLINE F32 load(const Type* p) { return load_bf16(p); }
+};
+struct ElementF16 {
+  using Type = uint16_t;
+  static INFER_INLINE F32 load(const Type* p) { return load_f16(p); }
+};
+
+// n elements, the other lanes 0; reads no further.
+template <typename E>
+INFER_INLINE F32 load_some(const typename E::Type* p, int n) {
+  if (n >= kLanes) return E::load(p);
+  typename E::Type padded[kLanes] = {};
+  for (int i = 0; i < n; ++i) padded[i] = p[i];
+  return E::load(padded);
+}
+
+// tanh x; relative error below 2e-7.  The polynomial near 0 is from Cephes, single/tanhf.c.
+INFER_INLINE F32 tanh(F32 x) {
+  const F32 size = abs(x), one = set1(1.0f), z = mul(x, x);
+  F32 p = set1(-5.70498872745e-3f);
+  p = fma(p, z, set1(2.06390887954e-2f));
+  p = fma(p, z, set1(-5.37397155531e-2f));
+  p = fma(p, z, set1(1.33314422036e-1f));
+  p = fma(p, z, set1(-3.33332819422e-1f));
+  const F32 near = fma(mul(p, z), x, x);
+  const F32 far = sub(one, div(set1(2.0f), add(exp(add(size, size)), one)));
+  return select_gt(size, set1(0.625f), select_gt(zero_f32(), x, sub(zero_f32(), far), far), near);
+}
+
+// The line that holds p.  Pages are small and scattered, which the hardware does not foresee; asked
+// for one by one between other work, they arrive while it is done.
+INFER_INLINE void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+
+// ---- Products ---------------------------------------------------------------------------------
+
+// s [R, C * 16], rows kSplit apart, := q [R, width] times C panels [width, 16].
+template <int R, int C>
+INFER_INLINE void score_block(const float* q, int width, const float* panels, int64_t panel_stride,
+                              float* s) {
+  F32 sum[R][C];
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) sum[r][c] = zero_f32();
+  }
+  for (int h = 0; h < width; ++h) {
+    F32 k[C];
+    for (int c = 0; c < C; ++c) k[c] = load(panels + c * panel_stride + h * kLanes);
+    for (int r = 0; r < R; ++r) {
+      const F32 qv = set1(q[r * width + h]);
+      for (int c = 0; c < C; ++c) sum[r][c] = fma(qv, k[c], sum[r][c]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) store(s + r * kSplit + c * kLanes, sum[r][c]);
+  }
+}
+
+template <int R>
+void score_rows(const float* q, int width, const float* panels, int64_t panel_stride,
+                int num_panels, float* s) {
+  constexpr int C = score_panels(R);
+  int c = 0;
+  for (; c + C <= num_panels; c += C) {
+    score_block<R, C>(q, width, panels + c * panel_stride, panel_stride, s + c * kLanes);
+  }
+  for (; c < num_panels; ++c) {
+    score_block<R, 1>(q, width, panels + c * panel_stride, panel_stride, s + c * kLanes);
+  }
+}
+
+// acc [R, C * 16] += p [R, n] times the rows v [n] from `column` on, keys in order.  From each row
+// `ahead` as many bytes from `skip` on are prefetched, where it is not null.
+template <int R, int C>
+INFER_INLINE void value_block(const float* p, const float* const* v, int n, int column, float* acc,
+                              int64_t acc_stride, const char* const* ahead, int skip) {
+  F32 sum[R][C];
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) sum[r][c] = load(acc + r * acc_stride + column + c * kLanes);
+  }
+  for (int j = 0; j < n; ++j) {
+    const float* from = v[j] + column;
+    if (ahead != nullptr) {
+      for (int c = 0; c < C; ++c) prefetch(ahead[j] + skip + c * 64);
+    }
+    F32 x[C];
+    for (int c = 0; c < C; ++c) x[c] = load(from + c * kLanes);
+    for (int r = 0; r < R; ++r) {
+      const F32 weight = set1(p[r * kSplit + j]);
+      for (int c = 0; c < C; ++c) sum[r][c] = fma(weight, x[c], sum[r][c]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) store(acc + r * acc_stride + column + c * kLanes, sum[r][c]);
+  }
+}
+
+template <int R>
+void value_rows(const float* p, const float* const* v, int n, int width, float* acc,
+                const char* const* ahead, int ahead_bytes) {
+  int column = 0;
+  for (; column + kValueColumns * kLanes <= width; column += kValueColumns * kLanes) {
+    value_block<R, kValueColumns>(p, v, n, column, acc, width, column * 4 < ahead_bytes ? ahead : nullptr, column * 4);
+  }
+  for (; column < width; column += kLanes) value_block<R, 1>(p, v, n, column, acc, width, column * 4 < ahead_bytes ? ahead : nullptr, column * 4);
+}
+
+// Call f<R> on the rows in blocks of at most `most` rows.
+template <int most, typename F>
+INFER_INLINE void for_row_blocks(int rows, F f) {
+  int r = 0;
+  for (; r + most <= rows; r += most) f.template operator()<most>(r);
+  if constexpr (most > 1) {
+    if (r < rows) f.rest(r, rows - r);
+  }
+}
+
+struct ScoreCall {
+  const float* q;
+  int width;
+  const float* panels;
+  int64_t panel_stride;
+  int num_panels;
+  float* s;
+  template <int R>
+  void operator()(int r) const {
+    score_rows<R>(q + int64_t{r} * width, width, panels, panel_stride, num_panels, s + r * kSplit);
+  }
+  void rest(int r, int n) const {
+    switch (n) {
+      case 1: return operator()<1>(r);
+      case 2: return operator()<2>(r);
+      case 3: return operator()<3>(r);
+      case 4: return operator()<4>(r);
+      case 5: return operator()<5>(r);
+      case 6: return operator()<6>(r);
+      default: return operator()<7>(r);
+    }
+  }
+};
+
+struct ValueCall {
+  const float* p;
+  const float* const* v;
+  int n, width;
+  float* acc;
+  const char* const* ahead;
+  int ahead_bytes;
+  template <int R>
+  void operator()(int r) const {
+    value_rows<R>(p + r * kSplit, v, n, width, acc + int64_t{r} * width, r == 0 ? ahead : nullptr, ahead_bytes);
+  }
+  void rest(int r, int n) const {
+    switch (n) {
+      case 1: return operator()<1>(r);
+      case 2: return operator()<2>(r);
+      default: return operator()<3>(r);
+    }
+  }
+};
+
+// ---- One split --------------------------------------------------------------------------------
+
+struct Keys {
+  int64_t low, high;  // visible: low <= position <= high
+};
+INFER_INLINE Keys keys_of(const Attention& a, const Tile& tile, int t) {
+  const int64_t i = a.positions[int64_t{tile.row} * a.num_queries + t];
+  const int64_t first = i - a.window + 1;
+  return {first > 0 ? first : 0, i};
+}
+
+// panels [c][width, 16] := 16 keys each, transposed.  The rows `ahead` are prefetched meanwhile.
+template <typename E>
+INFER_INLINE void pack_keys(const typename E::Type* const* keys,
+                            const typename E::Type* const* ahead, int num_panels, int width,
+                            int64_t panel_stride, float* panels) {
+  for (int c = 0; c < num_panels; ++c) {
+    for (int h = 0; h < width; h += kLanes) {
+      F32 x[kLanes];
+      for (int j = 0; j < kLanes; ++j) x[j] = load_some<E>(keys[c * kLanes + j] + h, width - h);
+      for (int j = 0; j < kLanes; ++j) prefetch(ahead[c * kLanes + j] + h);
+      transpose16(x);
+      float* to = panels + c * panel_stride + h * kLanes;
+      for (int j = 0; j < kLanes; ++j) store(to + j * kLanes, x[j]);
+    }
+  }
+}
+
+// s [n] := exp(s - m) of the keys from low to high of the split, 0 of the others; n is whole
+// panels.
+INFER_INLINE void soften(float* s, int begin, int end, int low, int high, const float* bias,
+                         float softcap, float* m_out, float* total_out) {
+  alignas(64) static const float kIota[kLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                  8, 9, 10, 11, 12, 13, 14, 15};
+  const F32 unseen = set1(-__builtin_inff());
+  const F32 lows = set1(static_cast<float>(low)), highs = set1(static_cast<float>(high));
+  F32 most = set1(kUnseen);
+  for (int j = begin; j < end; j += kLanes) {
+    F32 x = load(s + j);
+    if (softcap != 0) x = mul(tanh(div(x, set1(softcap))), set1(softcap));
+    if (bias != nullptr) x = add(x, load(bias + j));
+    if (j < low || j + kLanes - 1 > high) {
+      const F32 index = add(load(kIota), set1(static_cast<float>(j)));
+      x = select_gt(index, highs, unseen, select_gt(lows, index, unseen, x));
+    }
+    store(s + j, x);
+    most = max(most, x);
+  }
+  const float m = reduce_max(most);
+  const F32 ms = set1(m);
+  F32 total = zero_f32();
+  for (int j = begin; j < end; j += kLanes) {
+    const F32 p = exp(sub(load(s + j), ms));
+    store(s + j, p);
+    total = add(total, p);
+  }
+  *m_out = m;
+  *total_out = reduce_add(total);
+}
+
+// Walks the slots of a tile's keys in ascending order of position.
+class Slots {
+ public:
+  INFER_INLINE Slots(const Attention& a, const Tile& tile, int64_t position)
+      : pools_(a.pools),
+        table_(a.table + int64_t{tile.row} * a.pages_per_row),
+        pages_(a.pages_per_row),
+        head_(tile.head * a.pools.head_stride),
+        column_(position / a.pools.page_size),
+        slot_(static_cast<int>(position % a.pools.page_size)) {}
+
+  // Where the next key's elements begin in a pool, or -1 where there is no page.
+  INFER_INLINE int64_t next() {
+    const int64_t page = column_ < pages_ ? table_[column_] : -1;
+    const int64_t at = page >= 0 && page < pools_.num_pages
+                           ? page * pools_.page_stride + head_ + slot_ * pools_.token_stride
+                           : -1;
+    if (++slot_ == pools_.page_size) {
+      slot_ = 0;
+      ++column_;
+    }
+    return at;
+  }
+
+ private:
+  const Pools& pools_;
+  const int32_t* table_;
+  int64_t pages_, head_, column_;
+  int slot_;
+};
+
+template <typename E>
+void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, const Part& part) {
+  using Type = typename E::Type;
+  const int rows = tile.rows(a), group = a.group(), width = a.width, padded = a.padded_width();
+  float* const q = scratch;
+  float* const s = q + int64_t{rows} * padded;
+  float* const panels = s + int64_t{rows} * kSplit;
+  float* const packed = panels + int64_t{padded} * 16 * kPackedPanels;
+  float* const zeros = packed + int64_t{padded} * kPackedValues;
+  for (int h = 0; h < padded; ++h) zeros[h] = 0;
+
+  // The keys of the split that any row of the tile sees, from its start on.
+  const int64_t origin = int64_t{split} * kSplit;
+  int64_t low = kSplit, high = -1;
+  for (int t = tile.t0; t < tile.t1; ++t) {
+    const Keys keys = keys_of(a, tile, t);
+    if (keys.low > keys.high) continue;
+    low = keys.low - origin < low ? keys.low - origin : low;
+    high = keys.high - origin > high ? keys.high - origin : high;
+  }
+  low = low < 0 ? 0 : low;
+  const bool more = high >= kSplit;
+  high = high < kSplit ? high : kSplit - 1;
+  for (int64_t i = 0; i < int64_t{rows} * padded; ++i) part.acc[i] = 0;
+  if (low > high) {
+    for (int r = 0; r < rows; ++r) {
+      part.m[r] = kUnseen;
+      part.total[r] = 0;
+    }
+    return;
+  }
+  const int begin = static_cast<int>(low) / kLanes * kLanes;
+  const int end = (static_cast<int>(high) / kLanes + 1) * kLanes;
+
+  // Where the keys and values lie.  A key nobody sees is the row of zeros: its memory may be stale.
+  const Type* keys[kSplit];
+  const Type* values[kSplit];
+  float bias[kSplit];
+  bool missing = false;
+  {
+    const Type* const nothing = reinterpret_cast<const Type*>(zeros);
+    Slots slots(a, tile, origin + begin);
+    for (int j = begin; j < end; ++j) {
+      const int64_t at = slots.next();
+      keys[j] = values[j] = nothing;
+      bias[j] = 0;
+      if (j < low || j > high) continue;
+      if (at >= 0) {
+        keys[j] = static_cast<const Type*>(a.pools.k) + at;
+        values[j] = static_cast<const Type*>(a.pools.v) + at;
+      } else {
+        missing = true;
+        bias[j] = -__builtin_inff();
+      }
+    }
+  }
+
+  const F32 scale = set1(a.scale);
+  for (int t = tile.t0; t < tile.t1; ++t) {
+    // The heads of a group are neighbours.
+    const float* from = a.q + ((int64_t{tile.row} * a.num_queries + t) * a.num_heads +
+                               int64_t{tile.head} * group) * width;
+    float* to = q + int64_t{t - tile.t0} * group * width;
+    const int n = group * width;
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(to + i, mul(load(from + i), scale));
+    for (; i < n; ++i) to[i] = from[i] * a.scale;
+  }
+
+  const int64_t row_bytes = width * sizeof(Type);
+  const int64_t panel_stride = int64_t{padded} * kLanes;
+  for (int j = begin; j < end; j += kPackedPanels * kLanes) {
+    const int left = (end - j) / kLanes;
+    const int num_panels = left < kPackedPanels ? left : kPackedPanels;
+    pack_keys<E>(keys + j, values + j, num_panels, width, panel_stride, panels);
+    for_row_blocks<kScoreRows>(
+        rows, ScoreCall{q, width, panels, panel_stride, num_panels, s + j});
+  }
+
+  for (int r = 0; r < rows; ++r) {
+    const Keys seen = keys_of(a, tile, tile.t0 + r / group);
+    const int64_t first = seen.low - origin, last = seen.high - origin;
+    soften(s + int64_t{r} * kSplit, begin, end,
+           static_cast<int>(first < 0 ? 0 : first > kSplit ? kSplit : first),
+           static_cast<int>(last < -1 ? -1 : last > kSplit ? kSplit : last),
+           missing ? bias : nullptr, a.softcap, part.m + r, part.total + r);
+  }
+
+  Slots ahead(a, tile, origin + kSplit);
+  for (int j = static_cast<int>(low); j <= high; j += kPackedValues) {
+    const int left = static_cast<int>(high) + 1 - j;
+    const int n = left < kPackedValues ? left : kPackedValues;
+    const char* next[kPackedValues];
+    for (int i = 0; i < n && more; ++i) {
+      const int64_t at = ahead.next();
+      next[i] = reinterpret_cast<const char*>(static_cast<const Type*>(a.pools.k) + (at < 0 ? 0 : at));
+    }
+    const float* rows_of[kPackedValues];
+    if (sizeof(Type) == sizeof(float) && width == padded) {
+      for (int i = 0; i < n; ++i) rows_of[i] = reinterpret_cast<const float*>(values[j + i]);
+    } else {
+      for (int i = 0; i < n; ++i) {
+        float* const to = packed + int64_t{i} * padded;
+        for (int h = 0; h < width; h += kLanes) {
+          store(to + h, load_some<E>(values[j + i] + h, width - h));
+        }
+        rows_of[i] = to;
+      }
+    }
+    for_row_blocks<kValueRows>(rows, ValueCall{s + j, rows_of, n, padded, part.acc, more ? next : nullptr, static_cast<int>(row_bytes)});
+  }
+}
+
+inline void attend(const Attention& a, const Tile& tile, int split, float* scratch,
+                   const Part& part) {
+  switch (a.pools.type) {
+    case PoolType::kF32: return attend_in<ElementF32>(a, tile, split, scratch, part);
+    case PoolType::kBf16: return attend_in<ElementBf16>(a, tile, split, scratch, part);
+    case PoolType::kF16: return attend_in<ElementF16>(a, tile, split, scratch, part);
+  }
+}
+
+// ---- Splits together --------------------------------------------------------------------------
+
+inline void begin(const Attention& a, const Tile& tile, const Part& part) {
+  const int rows = tile.rows(a), group = a.group();
+  for (int r = 0; r < rows; ++r) {
+    // A sink is a key with exp(sink - m) = 1 and no value.
+    part.m[r] = a.sinks == nullptr ? kUnseen : a.sinks[tile.head * group + r % group];
+    part.total[r] = a.sinks == nullptr ? 0.0f : 1.0f;
+  }
+  for (int64_t i = 0; i < int64_t{rows} * a.padded_width(); ++i) part.acc[i] = 0;
+}
+
+inline void merge(const Attention& a, const Tile& tile, const Part& next, const Part& into) {
+  const int rows = tile.rows(a), width = a.padded_width();
+  for (int r = 0; r < rows; ++r) {
+    const float m = next.m[r] > into.m[r] ? next.m[r] : into.m[r];
+    const F32 before = exp(set1(into.m[r] - m)), after = exp(set1(next.m[r] - m));
+    const F32 total = fma(set1(into.total[r]), before, mul(set1(next.total[r]), after));
+    into.m[r] = m;
+    alignas(64) float totals[kLanes];
+    store(totals, total);
+    into.total[r] = totals[0];
+    float* const x = into.acc + int64_t{r} * width;
+    const float* const y = next.acc + int64_t{r} * width;
+    for (int h = 0; h < width; h += kLanes) {
+      store(x + h, fma(load(x + h), before, mul(load(y + h), after)));
+    }
+  }
+}
+
+inline void finish(const Attention& a, const Tile& tile, const Part& part) {
+  const int rows = tile.rows(a), group = a.group(), width = a.padded_width();
+  constexpr float kTiny = 1.17549435e-38f;  // where nothing was seen, 0 / kTiny
+  for (int r = 0; r < rows; ++r) {
+    const int64_t t = int64_t{tile.row} * a.num_queries + tile.t0 + r / group;
+    float* const to = a.out + (t * a.num_heads + int64_t{tile.head} * group + r % group) * a.width;
+    const float total = part.total[r] < kTiny ? kTiny : part.total[r];  // NaN stays
+    const float* const acc = part.acc + int64_t{r} * width;
+    for (int h = 0; h < a.width; ++h) to[h] = acc[h] / total;
+  }
+}
+
+constexpr AttentionKernels kAttentionKernels = {attend, begin, merge, finish};
+
+}  // namespace infer::INFER_ISA

@@ -1,0 +1,45 @@
+"""Print a digest of what the native operations compute: `python -m tests.native.bits`.
+
+A test runs it with other instruction sets and numbers of threads.
+"""
+
+import hashlib
+
+import jax.numpy as jnp
+import numpy as np
+
+from infer import native
+from infer.native.linear import gated_mlp, head, linear
+from infer.native.repack import repack
+from tests.native.weights import FORMATS, random_rows, random_weight
+
+
+def results() -> dict[str, list[np.ndarray]]:
+    """Return the results by operation and format."""
+    x = jnp.asarray(random_rows(11, 256))
+    gain = jnp.asarray(random_rows(1, 256, seed=2)[0])
+    results = {}
+    for name in FORMATS:
+        wide = repack(random_weight(name, (1000, 256)))
+        results[f"linear {name}"] = list(linear(x, (wide,), norm_gain=gain, eps=1e-6))
+        results[f"head {name}"] = list(head(x, wide))
+        gate, up = (repack(random_weight(name, (512, 256), seed=s)) for s in (3, 4))
+        down = repack(random_weight(name, (256, 512), seed=5))
+        for act in ("silu", "gelu_tanh"):
+            y = gated_mlp(x, gate, up, down, act, norm_gain=gain, residual=True)
+            results[f"gated_mlp {act} {name}"] = [y]
+    return {name: [np.asarray(y) for y in ys] for name, ys in results.items()}
+
+
+def digests() -> dict[str, str]:
+    """Return a digest of each result."""
+    return {
+        name: hashlib.sha256(b"".join(y.tobytes() for y in ys)).hexdigest()[:16]
+        for name, ys in results().items()
+    }
+
+
+if __name__ == "__main__":
+    print(native.isa(), native.num_threads())
+    for name, digest in digests().items():
+        print(digest, name)
