@@ -17,8 +17,8 @@ from infer.quant.qarray import QArray
 
 @pytree_dataclass
 class LayerParams:
-    """Weights of one layer; matrices are [out, in], a float array, a QArray or a Packed.  What a family
-    lacks is None.
+    """Weights of one layer; matrices are [out, in], a float array, a QArray or a Packed.  What a
+    family lacks is None.
     """
 
     attn_norm: Leaf  # [D], None without pre_norms
