@@ -43,7 +43,15 @@ $(VENV)/.stamp-test: pyproject.toml constraints.txt scripts/make_venv.sh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
 	@touch $(VENV)/.stamp-run
 
-demo: $(VENV)/.stamp-run
+# The CPU's native operations; without a C++ compiler everything runs in plain XLA.
+.PHONY: native native-test
+native: $(VENV)/.stamp-run
+	-@$(BIN)/python -m infer.native.build --if-needed
+
+native-test: $(VENV)/.stamp-test
+	-@$(BIN)/python -m infer.native.build --if-needed
+
+demo: native
 	$(BIN)/infer pull $(MODEL)
 	$(BIN)/infer generate --chat "$(PROMPT)" --model $(MODEL) --max-tokens 96
 
@@ -57,7 +65,7 @@ format: $(VENV)/.stamp-test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-quick: $(VENV)/.stamp-test
+quick: native-test
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 kernels:
@@ -71,7 +79,7 @@ resolve-cuda: $(VENV)/.stamp-test
 	bash scripts/resolve_cuda.sh $(BIN)/python
 
 # Lint first: it is quick.  The closing line of each test run stands at the end once more.
-test: lint resolve-cuda
+test: lint resolve-cuda native-test
 	INFER_TEST_PULL=1 $(BIN)/python -m pytest -n $(WORKERS) 2>&1 | tee $(LOG)
 	bash scripts/kernels_leg.sh
 	@echo

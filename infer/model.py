@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from infer import native
 from infer.backend import DeviceLike, default_platform, find_device, on_device
 from infer.config import ModelConfig
 from infer.errors import ConfigError
@@ -87,7 +88,7 @@ def load(
     name: str | Path,
     *,
     dtype: DTypeLike | None = None,
-    packed: bool | str = False,
+    packed: bool | str | None = False,
     revision: str | None = None,
     progress: Progress | None = None,
     device: DeviceLike = None,
@@ -101,7 +102,8 @@ def load(
         dtype: of activations and unpacked weights; None is float32 on a CPU and bfloat16 on a GPU.
         packed: keep quantised matrices packed: least memory.  On a CPU the native operations
             multiply them as they are, with activations rounded to 8 bits, where those are there;
-            "blocks" keeps the file's own blocks, which plain XLA decodes inside the program.
+            "blocks" keeps the file's own blocks, which plain XLA decodes inside the program.  None
+            is True for a GGUF file where native operations are there, else False.
         revision: of a hub id: a branch, tag or commit.
         progress: called with (bytes done, bytes in all) while weights are read.
         device: where the weights go and stay: a jax.Device, "cpu", "gpu", "cpu:1"; None is JAX's
@@ -124,10 +126,18 @@ def load(
 
 
 def _load(
-    name: str, path: Path, dtype: DTypeLike | None, packed: bool | str, progress: Progress | None
+    name: str,
+    path: Path,
+    dtype: DTypeLike | None,
+    packed: bool | str | None,
+    progress: Progress | None,
 ) -> Model:
-    if packed not in (True, False, "blocks"):
-        raise ConfigError(f"packed is {packed!r}; use True, False or 'blocks'")
+    if packed not in (True, False, None, "blocks"):
+        raise ConfigError(
+            f"packed is {packed!r}; use True, False, 'blocks', or None, which chooses"
+        )
+    if packed is None:
+        packed = path.is_file() and default_platform() == "cpu" and native.available()
     default = "float32" if default_platform() == "cpu" else "bfloat16"
     checked = _checked_dtype(default if dtype is None else dtype)
     if path.is_dir():

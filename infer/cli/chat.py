@@ -37,7 +37,7 @@ def chat(
     min_p: MinPOption = None,
     seed: SeedOption = None,
     dtype: DtypeOption = None,
-    packed: PackedOption = False,
+    packed: PackedOption = None,
 ) -> None:
     """Talk with a model; from a pipe, every line is a message."""
     use_compilation_cache()

@@ -34,7 +34,11 @@ DtypeOption = Annotated[
     str | None, typer.Option(help="float32, bfloat16, ... [default: the backend's best].")
 ]
 PackedOption = Annotated[
-    bool, typer.Option("--packed", help="Keep quantised weights packed: least memory.")
+    bool | None,
+    typer.Option(
+        "--packed/--no-packed",
+        help="Keep quantised weights packed: least memory [default: where that is fastest].",
+    ),
 ]
 
 
@@ -80,7 +84,7 @@ def generate(
         typer.Option(help="xla, triton or mosaic [default: the best for each operation here]."),
     ] = None,
     dtype: DtypeOption = None,
-    packed: PackedOption = False,
+    packed: PackedOption = None,
 ) -> None:
     """Generate text from prompts; the text goes to standard output, figures to standard error."""
     if logprobs and not as_json:

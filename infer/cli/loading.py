@@ -21,7 +21,9 @@ def use_compilation_cache() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 
-def load_model(model: str, dtype: str | None = None, packed: bool = False) -> tuple[Any, float]:
+def load_model(
+    model: str, dtype: str | None = None, packed: bool | None = None
+) -> tuple[Any, float]:
     """Return the loaded model and the seconds it took, a download not counted."""
     import infer
 
@@ -31,7 +33,7 @@ def load_model(model: str, dtype: str | None = None, packed: bool = False) -> tu
         elif not Path(model).expanduser().exists() and hub.parse(model) is not None:
             model = str(hub.pull(model, progress=update))
         start = time.perf_counter()
-        options: dict[str, Any] = {"packed": True} if packed else {}
+        options: dict[str, Any] = {"packed": packed}
         if update is not None:
             options["progress"] = lambda done, total: update("load", done, total)
         loaded = infer.load(model, dtype=dtype, **options)

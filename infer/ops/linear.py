@@ -154,7 +154,8 @@ def _native(
     _only_native("linear", implementation)
     f32 = lambda a: None if a is None else a.astype(jnp.float32)
     gain, eps = (None, 0.0) if norm is None else norm
-    return kernel(f32(x), weights, f32(gain), eps, tuple(map(f32, biases)), f32(residual))
+    x = x.astype(jnp.float32)
+    return kernel(x, weights, f32(gain), eps, tuple(map(f32, biases)), f32(residual))
 
 
 def _native_mlp(
