@@ -163,7 +163,8 @@ def flash_attention_fp8(
         interpret: run on any device, slowly.
 
     Raises:
-        ValueError: shapes that do not fit each other, heads that do not divide, or a rotation of a width that is no power of two.
+        ValueError: shapes that do not fit each other, or a rotation of a width that is no power of
+            two.
     """
     scale, window, _ = check_numbers("flash_attention_fp8", scale, window)
     check_shapes("flash_attention_fp8", q=(q, "B T N H"), k=(k, "B S K H"), v=(v, "B S K Hv"))

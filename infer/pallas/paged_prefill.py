@@ -88,8 +88,11 @@ class PagedPrefillBlocks:
         """
         dtype = jnp.dtype(pool_dtype)
         if in_float32(dtype, q_dtype):
-            rows, keys = (32, 32) if width <= 128 else (16, 16)
-            return cls(block_rows=rows, block_keys=keys, num_stages=1)
+            return cls(
+                block_rows=32 if width <= 64 else 16,
+                block_keys=32 if width <= 128 else 16,
+                num_stages=1,
+            )
         if dtype == jnp.uint8:
             return cls(block_rows=64, num_stages=1)
         if width > 128:

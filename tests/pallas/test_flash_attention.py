@@ -196,7 +196,7 @@ def test_each_token_is_in_one_block(starts: tuple[int, ...]) -> None:
         for first, position, stored, _, other, _ in np.asarray(table).T:
             assert first == other
             written[first + position : first + min(position + size, stored)] += 1
-        assert np.all(written[starts[0] :] == 1)
+        assert np.all(written == 1)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_blocks_are_chosen_by_chip() -> None:
         ({"scale": 0.0}, ValueError, "scale is 0.0"),
         ({"window": 0}, ValueError, "window is 0"),
         ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
-        ({"q": (1, 0, 4, 32)}, ValueError, "is empty"),
+        ({"q": (1, 0, 4, 32)}, ValueError, "T = 0: an empty axis"),
         ({"q": (1, 20, 4, 320), "k": (1, 20, 2, 320)}, NotImplementedError, "widths up to 256"),
         ({"dtype": "bfloat16"}, NotImplementedError, "one dtype of"),
     ],
