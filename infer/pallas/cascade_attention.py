@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
-from infer.pallas.argument_checks import as_int32, check_shapes
+from infer.pallas.argument_checks import as_int32, check_numbers, check_shapes
 from infer.pallas.paged_attention import (
     PagedAttentionBlocks,
     check_arguments,
@@ -74,6 +74,7 @@ def cascade_attention(
         ValueError: rows that do not divide into the groups, or what `paged_attention` refuses.
         NotImplementedError: a pool's dtype that kernels do not read.
     """
+    scale, window, softcap = check_numbers("cascade_attention", scale, window, softcap)
     check_arguments(
         "cascade_attention",
         q,

@@ -67,13 +67,15 @@ _DKV_SIZES: dict[str, Sizes] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlashAttentionBackwardBlocks:
-    """Sizes of the two kernels."""
+    """Sizes of the two kernels, FlashAttentionBlocks; given as dicts of its fields, they become
+    that.
+    """
 
-    dq: FlashAttentionBlocks
-    dkv: FlashAttentionBlocks
+    dq: Any
+    dkv: Any
 
     def __post_init__(self) -> None:
-        """Take sizes as dicts, too: what `dataclasses.asdict` and a tuned file hold."""
+        """Read sizes as `dataclasses.asdict` and a tuned file write them."""
         for name in ("dq", "dkv"):
             sizes = getattr(self, name)
             if isinstance(sizes, dict):
