@@ -44,6 +44,8 @@ from infer.pallas.triton_call import load, power_of_two, store, triton_call
 
 # Of a head: the widest whose tiles fit the shared memory of every chip.
 MAX_WIDTH = 256
+# Of shared memory a block, Ada and consumer Blackwell: 99 KiB.  A100 has 163, Hopper 227.
+SHARED_BYTES = 99 * 1024
 # Streaming multiprocessors, from the data sheets.
 CORES = {
     "a100-80gb": 108,
@@ -101,7 +103,11 @@ class PagedAttentionBlocks:
         if split not in ("fixed", "tuned"):
             raise ValueError(f"split is {split!r}; use 'fixed' or 'tuned'")
         if in_float32(pool_dtype, q_dtype):
-            sizes = cls(block_keys=32 if width <= 128 else 16, num_warps=8, num_stages=1)
+            sizes = cls(
+                block_keys=32 if width <= 128 else 16,
+                num_warps=8 if width <= 128 or pool_dtype == jnp.uint8 else 4,
+                num_stages=1,
+            )
         else:
             # Tiles of 16 KiB: two stages of keys and values fit the 99 KiB of the smallest chips.
             # Data of 8 and 4 bits are multiplied in 16.
@@ -247,6 +253,7 @@ def paged_attention(
     flat = num_tokens * num_heads // num_kv
     most = most_rows(k_pages.dtype, q.dtype, width)
     rows = blocks.block_rows or min(most, power_of_two(flat, 16))
+    check_tiles("paged_attention", q, k_pages, rows, blocks)
     tiles, splits = -(-flat // rows), -(-page_table.shape[1] * page_size // blocks.split_keys)
     given = {
         "q": q,
@@ -318,6 +325,24 @@ def most_rows(pool_dtype: Any, q_dtype: Any = jnp.bfloat16, width: int = 128) ->
 def in_float32(pool_dtype: Any, q_dtype: Any) -> bool:
     """Return whether tiles hold float32: without instructions of matrices, they must be small."""
     return max(jnp.dtype(dtype).itemsize for dtype in (pool_dtype, q_dtype)) == 4
+
+
+def check_tiles(op: str, q: Array, k_pages: Array, rows: int, blocks: Any) -> None:
+    """Check that tiles of float32, which pass through shared memory, fit that of every chip.
+
+    Raises:
+        NotImplementedError: they do not.
+    """
+    if not in_float32(k_pages.dtype, q.dtype):
+        return
+    keys = (blocks.num_stages + 1) * blocks.block_keys
+    num_bytes = 4 * power_of_two(q.shape[3], 16) * (rows + keys)
+    if num_bytes > SHARED_BYTES:
+        raise NotImplementedError(
+            f"{op} in Triton: q {list(q.shape)} of {q.dtype}, pools {list(k_pages.shape)} of "
+            f"{k_pages.dtype}: {blocks} with {rows} rows needs {num_bytes} bytes of shared memory, "
+            f"more than {SHARED_BYTES}; choose sizes with q_dtype={q.dtype}, or none"
+        )
 
 
 def check_arguments(

@@ -45,6 +45,7 @@ from infer.pallas.argument_checks import as_int32, check_blocks, check_numbers
 from infer.pallas.paged_attention import (
     PagedAttentionBlocks,
     check_arguments,
+    check_tiles,
     in_float32,
     paged_attention,
     paged_attention_reference,
@@ -91,6 +92,7 @@ class PagedPrefillBlocks:
             return cls(
                 block_rows=32 if width <= 64 else 16,
                 block_keys=32 if width <= 128 else 16,
+                num_warps=8 if width <= 128 or dtype == jnp.uint8 else 4,
                 num_stages=1,
             )
         if dtype == jnp.uint8:
@@ -223,6 +225,7 @@ def paged_prefill(
     blocks = blocks or PagedPrefillBlocks.for_shape(
         width=q.shape[3], pool_dtype=k_pages.dtype, q_dtype=q.dtype
     )
+    check_tiles("paged_prefill", q, k_pages, blocks.block_rows, blocks)
     batch, num_tokens, num_heads, _ = q.shape
     num_kv, page_size = k_pages.shape[1:3]
     spec = TileSpec(

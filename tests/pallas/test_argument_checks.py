@@ -146,6 +146,14 @@ def test_wide_heads_are_refused() -> None:
             op(*case, scale=1.0, interpret=True)
 
 
+def test_sizes_that_no_small_chip_holds_in_float32_are_refused() -> None:
+    case = paged_case([3], heads=1, kv=1, width=128, pages_a_row=1)
+    with pytest.raises(NotImplementedError, match="with 16 rows needs 106496 bytes"):
+        paged_attention(*case, scale=1.0, blocks=PagedAttentionBlocks())
+    with pytest.raises(NotImplementedError, match="with 128 rows needs 114688 bytes"):
+        paged_prefill(*case, scale=1.0, blocks=PagedPrefillBlocks())
+
+
 def test_numbers_are_python_numbers() -> None:
     assert check_numbers("op", np.float32(0.5), np.int64(3), 2) == (0.5, 3, 2.0)
     for name in ("scale", "window", "softcap"):
