@@ -187,7 +187,7 @@ def stale(wanted: list[tuple[KernelCase, str]], table: list[Row]) -> list[tuple[
 
 
 def _passed(wanted: list[tuple[KernelCase, str]], table: list[Row], new: list[Row]) -> list[Row]:
-    """Return the wanted rows of the table, the new ones in their place, without those that failed."""
+    """Return the wanted rows, new ones in the old ones' place, without those that failed."""
     names = {(case.name, chip) for case, chip in wanted}
     rows = {key_of(row): row for row in [*table, *new] if key_of(row) in names}
     return [row for row in rows.values() if "problems" not in row]
