@@ -186,6 +186,13 @@ def stale(wanted: list[tuple[KernelCase, str]], table: list[Row]) -> list[tuple[
     return [(case, chip) for case, chip in wanted if not fresh(case, chip)]
 
 
+def _passed(wanted: list[tuple[KernelCase, str]], table: list[Row], new: list[Row]) -> list[Row]:
+    """Return the wanted rows, new ones in the old ones' place, without those that failed."""
+    names = {(case.name, chip) for case, chip in wanted}
+    rows = {key_of(row): row for row in [*table, *new] if key_of(row) in names}
+    return [row for row in rows.values() if "problems" not in row]
+
+
 def main() -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -227,11 +234,11 @@ def main() -> int:
         for row in pool.map(lambda pair: run_worker(*pair), todo):
             print(line_of(row), flush=True)
             new.append(row)
+            if not partial:  # as it goes: an interrupted run has lost nothing
+                write_table(_passed(wanted, table, new))
     failed = [row for row in new if "problems" in row]
     if not partial:
-        names = {(case.name, chip) for case, chip in wanted}
-        rows = {key_of(row): row for row in [*table, *new] if key_of(row) in names}
-        passed = [row for row in rows.values() if "problems" not in row]
+        passed = _passed(wanted, table, new)
         write_table(passed)
         PAGE.write_text(document.replace_tables(PAGE.read_text(), cases, passed))
     print(f"gate: {len(wanted)} rows, {len(new)} compiled, {len(failed)} failed")

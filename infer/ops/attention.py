@@ -316,12 +316,13 @@ def _paged_triton(
             num_kv=k_pages.shape[1],
             width=width,
             pool_dtype=k_pages.dtype,
+            q_dtype=q.dtype,
         )
         sizes = tuned(sizes, "paged_attention", chip, key)
         kernel = functools.partial(decode.paged_attention, blocks=sizes)
     else:
         sizes = prefill.PagedPrefillBlocks.for_shape(
-            width=width, pool_dtype=k_pages.dtype, chip=chip
+            width=width, pool_dtype=k_pages.dtype, q_dtype=q.dtype, chip=chip
         )
         sizes = tuned(sizes, "paged_prefill", chip, key)
         kernel = functools.partial(prefill.paged_prefill, blocks=sizes)

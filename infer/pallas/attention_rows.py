@@ -63,15 +63,15 @@ def dense_rows(
 
 
 def ragged_rows(starts: Int[Array, " R"], num_tokens: int) -> Rows:
-    """Return the rows [starts[r], starts[r + 1]) of one token axis; what is past the last is one
-    more row, all padding, so that its outputs are written too.
+    """Return the rows [starts[r], starts[r + 1]) of one token axis; what is before the first and
+    past the last are two more rows, all padding, so that their outputs are written too.
     """
-    ends = jnp.clip(starts.astype(jnp.int32), 0, num_tokens)
-    stored = jnp.diff(ends, append=jnp.full((1,), num_tokens, jnp.int32))
+    first = jnp.pad(jnp.clip(starts.astype(jnp.int32), 0, num_tokens), (1, 0))
+    stored = jnp.diff(first, append=jnp.full((1,), num_tokens, jnp.int32))
     side = Side(
-        first=ends,
+        first=first,
         stored=stored,
-        real=stored.at[-1].set(0),
+        real=stored.at[0].set(0).at[-1].set(0),
         num_tokens=num_tokens,
         longest=num_tokens,
     )

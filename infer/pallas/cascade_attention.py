@@ -6,13 +6,13 @@
 
 Source: cascade inference, Ye et al. 2024 (FlashInfer); Hydragen, Juravsky et al. 2024, arXiv
 2402.05099.  Both parts are `infer.pallas.paged_attention`: the first sees C groups of B/C rows as C
-rows of (B/C) T queries, in tiles of 64 (32 for int4).
+rows of (B/C) T queries, in tiles of `most_rows`.
 
 A row's bits depend neither on the other rows of its group nor on the batch, but differ from those
 of `paged_attention` without a shared prefix: the merge is another one.
 
-Bytes: of a shared key 2 K H for every 64 of a key/value head's queries, rather than for every row;
-the rest, and FLOPs, as in `paged_attention`.
+Bytes: of a shared key 2 K H for every tile of a key/value head's queries, rather than for every
+row; the rest, and FLOPs, as in `paged_attention`.
 """
 
 import dataclasses
@@ -23,7 +23,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
-from infer.pallas.paged_attention import PagedAttentionBlocks, most_rows, paged_attention
+from infer.pallas.argument_checks import as_int32, check_numbers, check_shapes
+from infer.pallas.paged_attention import (
+    PagedAttentionBlocks,
+    check_arguments,
+    most_rows,
+    paged_attention,
+)
 
 
 def cascade_attention(
@@ -68,6 +74,27 @@ def cascade_attention(
         ValueError: rows that do not divide into the groups, or what `paged_attention` refuses.
         NotImplementedError: a pool's dtype that kernels do not read.
     """
+    scale, window, softcap = check_numbers("cascade_attention", scale, window, softcap)
+    check_arguments(
+        "cascade_attention",
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        positions,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        sinks=sinks,
+    )
+    check_shapes(
+        "cascade_attention",
+        prefix_table=(prefix_table, "C Mp"),
+        prefix_lengths=(prefix_lengths, "C"),
+    )
+    for name, array in (("prefix_table", prefix_table), ("prefix_lengths", prefix_lengths)):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"cascade_attention: {name} is {array.dtype}; give integers")
+    prefix_lengths, positions = as_int32(prefix_lengths), as_int32(positions)
     batch, num_tokens, num_heads, width = q.shape
     groups, num_kv = prefix_table.shape[0], k_pages.shape[1]
     if batch % groups:
@@ -76,7 +103,7 @@ def cascade_attention(
             "group equally many rows (padding rows have negative positions)"
         )
     blocks = blocks or PagedAttentionBlocks.for_shape(
-        batch, 0, num_kv=num_kv, width=width, pool_dtype=k_pages.dtype
+        batch, 0, num_kv=num_kv, width=width, pool_dtype=k_pages.dtype, q_dtype=q.dtype
     )
     together = (groups, batch // groups * num_tokens)
     begin = jnp.repeat(prefix_lengths, batch // groups)
@@ -99,7 +126,7 @@ def cascade_attention(
         positions.reshape(together),
         bounds=jnp.stack([jnp.zeros_like(prefix_lengths), prefix_lengths], axis=1),
         # One size whatever the batch, so that a row's bits do not depend on it.
-        blocks=dataclasses.replace(blocks, block_rows=most_rows(k_pages.dtype)),
+        blocks=dataclasses.replace(blocks, block_rows=most_rows(k_pages.dtype, q.dtype, width)),
         **options,
     )
     own, own_lse = paged_attention(

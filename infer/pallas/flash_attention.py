@@ -28,6 +28,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Float, Int
 
 from infer.pallas import attention_rows as rows_
+from infer.pallas.argument_checks import check_blocks, check_numbers, check_shapes
 from infer.pallas.attention_rows import LOG2E, Rows, Span
 from infer.pallas.triton_call import MASKED, load, store, triton_call
 
@@ -67,10 +68,7 @@ class FlashAttentionBlocks:
 
     def __post_init__(self) -> None:
         """Check what Triton's tiles ask for."""
-        for name in ("block_queries", "block_keys"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise ValueError(f"{name} is {size}; use a power of two, 16 or more")
+        check_blocks(self, "block_queries", "block_keys")
 
     @classmethod
     def for_shape(
@@ -284,7 +282,8 @@ def flash_attention(
         ValueError: shapes or numbers that fit no attention.
         NotImplementedError: a dtype or a head width that this form does not serve.
     """
-    flat, sinks = flatten_and_check(q, k, v, sinks, scale, window, softcap)
+    scale, window, softcap = check_numbers("flash_attention", scale, window, softcap)
+    flat, sinks = flatten_and_check(q, k, v, sinks, lengths=lengths)
     batch, num_queries, num_heads = q.shape[:3]
     o, lse = forward(
         *flat,
@@ -317,10 +316,11 @@ def flash_attention_ragged(
 
     Args and results are those of `flash_attention`, but for:
         starts: row r is the tokens [starts[r], starts[r + 1]), from position 0 on; B + 1 numbers
-            that do not fall, the first of them 0.  Rows may be empty.  Tokens from the last number
+            that do not fall.  Rows may be empty.  Tokens before the first number and from the last
             on are padding: not read, output 0.
     """
-    flat, sinks = flatten_and_check(q, k, v, sinks, scale, window, softcap)
+    scale, window, softcap = check_numbers("flash_attention", scale, window, softcap)
+    flat, sinks = flatten_and_check(q, k, v, sinks, starts=starts)
     return forward(
         *flat,
         sinks,
@@ -338,16 +338,37 @@ def flatten_and_check(
     k: Array,
     v: Array,
     sinks: Array | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    *,
+    lengths: Array | None = None,
+    starts: Array | None = None,
 ) -> tuple[tuple[Array, Array, Array], Array]:
     """Return q, k and v on flat token axes, and sinks with -inf for none.
 
+    Args:
+        q: [B, T, N, H], or [T, N, H] where `starts` are given.
+        k: keys.
+        v: values.
+        sinks: a logit a head, or None.
+        lengths: of dense rows, or None.
+        starts: of ragged rows, or None.
+
     Raises:
-        ValueError: shapes or numbers that fit no attention.
+        ValueError: shapes that do not fit each other.
         NotImplementedError: a dtype or a head width that this form does not serve.
     """
+    dense = starts is None
+    check_shapes(
+        "flash_attention",
+        q=(q, "B T N H" if dense else "T N H"),
+        k=(k, "B S K H" if dense else "T K H"),
+        v=(v, "B S K Hv" if dense else "T K Hv"),
+        sinks=(sinks, "N"),
+        lengths=(lengths, "B"),
+        starts=(starts, "R"),
+    )
+    for name, array in (("lengths", lengths), ("starts", starts)):
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"flash_attention: {name} are {array.dtype}; give integers")
     num_heads, width = q.shape[-2:]
     num_kv = k.shape[-2]
     if num_heads % num_kv:
@@ -355,21 +376,6 @@ def flatten_and_check(
             f"q has {num_heads} heads, not a multiple of the {num_kv} key/value heads; "
             "repeat or drop heads so that it divides"
         )
-    if k.shape[:-1] != v.shape[:-1] or k.shape[-1] != width or q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(
-            f"q {q.shape}, k {k.shape} and v {v.shape} do not belong together; they are "
-            "[B, T, N, H], [B, S, K, H], [B, S, K, Hv], or without B where rows are ragged"
-        )
-    if 0 in q.shape or 0 in k.shape:
-        raise ValueError(f"q {q.shape} or k {k.shape} is empty; leave the call out")
-    if sinks is not None and sinks.shape != (num_heads,):
-        raise ValueError(f"sinks have shape {sinks.shape}; give one a head, ({num_heads},)")
-    if not scale > 0:
-        raise ValueError(f"scale is {scale}; use a number above 0, commonly 1 / sqrt(H)")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; use 1 (a query's own key) or more, or None")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; use a number above 0, or None")
     dtypes = {str(x.dtype) for x in (q, k, v)}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES) or max(width, v.shape[-1]) > _MAX_WIDTH:
         raise NotImplementedError(
@@ -423,7 +429,8 @@ def flash_attention_ragged_reference(
     t = jnp.arange(q.shape[0])
     row = jnp.searchsorted(starts, t, side="right")
     i, j = t[:, None], t[None, :]
-    mask = (i >= j) & (row[:, None] == row[None, :]) & (row < starts.shape[0])[:, None]
+    inside = (row > 0) & (row < starts.shape[0])
+    mask = (i >= j) & (row[:, None] == row[None, :]) & inside[:, None]
     if window is not None:
         mask = mask & (i - j < window)
     return _heads_by_formula(q, k, v, mask, scale, softcap, sinks)

@@ -30,6 +30,7 @@ from jaxtyping import Float, Int
 
 from infer.pallas import attention_rows as rows_
 from infer.pallas import flash_attention as forward_
+from infer.pallas.argument_checks import check_numbers
 from infer.pallas.attention_rows import LOG2E, Rows, Span
 from infer.pallas.flash_attention import FlashAttentionBlocks, Sizes, sum_dots
 from infer.pallas.triton_call import MASKED, load, store, triton_call
@@ -66,10 +67,19 @@ _DKV_SIZES: dict[str, Sizes] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlashAttentionBackwardBlocks:
-    """Sizes of the two kernels."""
+    """Sizes of the two kernels, FlashAttentionBlocks; given as dicts of its fields, they become
+    that.
+    """
 
-    dq: FlashAttentionBlocks
-    dkv: FlashAttentionBlocks
+    dq: Any
+    dkv: Any
+
+    def __post_init__(self) -> None:
+        """Read sizes as `dataclasses.asdict` and a tuned file write them."""
+        for name in ("dq", "dkv"):
+            sizes = getattr(self, name)
+            if isinstance(sizes, dict):
+                object.__setattr__(self, name, FlashAttentionBlocks(**sizes))
 
     @classmethod
     def for_shape(
@@ -389,7 +399,8 @@ def attention(
     Args and errors are those of `flash_attention`; besides, `backward_blocks` are the sizes of the
     gradients' kernels.
     """
-    flat, sinks = forward_.flatten_and_check(q, k, v, sinks, scale, window, softcap)
+    scale, window, softcap = check_numbers("flash_attention", scale, window, softcap)
+    flat, sinks = forward_.flatten_and_check(q, k, v, sinks, lengths=lengths)
     batch, num_queries, num_heads = q.shape[:3]
     rows = rows_.dense_rows(batch, num_queries, k.shape[1], lengths)
     options = _options(q, v, scale, window, softcap, blocks, backward_blocks, interpret)
@@ -415,7 +426,8 @@ def attention_ragged(
     """Return what `flash_attention_ragged` returns, o and lse, differentiable in q, k, v and
     sinks.
     """
-    flat, sinks = forward_.flatten_and_check(q, k, v, sinks, scale, window, softcap)
+    scale, window, softcap = check_numbers("flash_attention", scale, window, softcap)
+    flat, sinks = forward_.flatten_and_check(q, k, v, sinks, starts=starts)
     rows = rows_.ragged_rows(starts, q.shape[0])
     options = _options(q, v, scale, window, softcap, blocks, backward_blocks, interpret)
     return _differentiable(*flat, sinks, rows, options)

@@ -33,6 +33,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Float
 
 from infer.pallas import attention_rows as rows_
+from infer.pallas.argument_checks import check_numbers, check_shapes
 from infer.pallas.attention_rows import LOG2E
 from infer.pallas.flash_attention import FlashAttentionBlocks, key_spans
 from infer.pallas.triton_call import MASKED, load, triton_call
@@ -162,8 +163,11 @@ def flash_attention_fp8(
         interpret: run on any device, slowly.
 
     Raises:
-        ValueError: heads that do not divide, or a rotation of a width that is no power of two.
+        ValueError: shapes that do not fit each other, or a rotation of a width that is no power of
+            two.
     """
+    scale, window, _ = check_numbers("flash_attention_fp8", scale, window)
+    check_shapes("flash_attention_fp8", q=(q, "B T N H"), k=(k, "B S K H"), v=(v, "B S K Hv"))
     (batch, num_queries, num_heads, width), value_width = q.shape, v.shape[3]
     if num_heads % k.shape[2]:
         raise ValueError(

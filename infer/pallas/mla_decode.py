@@ -29,10 +29,21 @@ from jax.experimental import pallas as pl
 from jaxtyping import Float, Int
 
 from infer.pallas import paged_tile
-from infer.pallas.paged_attention import CORES, store_split
+from infer.pallas.argument_checks import (
+    as_int32,
+    check_blocks,
+    check_dtypes,
+    check_numbers,
+    check_shapes,
+)
+from infer.pallas.paged_attention import CORES, in_float32, store_split
 from infer.pallas.paged_attention_merge import merge_splits
 from infer.pallas.paged_tile import TileSpec
 from infer.pallas.triton_call import load, power_of_two, triton_call
+
+# The widest latents whose tiles fit the shared memory of every chip: DeepSeek's.
+MAX_RANK = 512
+MAX_ROTATED = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,14 +59,7 @@ class MlaDecodeBlocks:
 
     def __post_init__(self) -> None:
         """Check what Triton and the kernel's loop ask for."""
-        for name in ("block_keys", "block_rows"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise ValueError(f"{name} is {size}; use a power of two, 16 or more")
-        if self.split_keys % self.block_keys:
-            raise ValueError(
-                f"split_keys {self.split_keys} is not a multiple of block_keys {self.block_keys}"
-            )
+        check_blocks(self, "block_keys", "block_rows")
 
     @classmethod
     def for_shape(
@@ -64,6 +68,8 @@ class MlaDecodeBlocks:
         context: int,
         *,
         num_heads: int,
+        latent_dtype: Any = jnp.bfloat16,
+        q_dtype: Any = jnp.bfloat16,
         chip: str = "h200-141gb",
         split: Literal["fixed", "tuned"] = "fixed",
     ) -> "MlaDecodeBlocks":
@@ -74,6 +80,8 @@ class MlaDecodeBlocks:
         """
         # Tiles of 64 rows would need 128 registers a thread for their sums alone.
         sizes = cls() if num_heads <= 16 else cls(block_rows=32, num_warps=8)
+        if in_float32(latent_dtype, q_dtype):
+            sizes = cls(block_keys=16, num_warps=8, num_stages=1)
         if split == "fixed":
             return sizes
         tiles = -(-num_heads // sizes.block_rows)
@@ -166,20 +174,16 @@ def mla_decode(
 
     Raises:
         ValueError: shapes that do not fit each other.
-        NotImplementedError: latents of a dtype that the kernel does not read.
+        NotImplementedError: a dtype or a width that the kernel does not serve.
     """
-    batch, num_tokens, num_heads, width = q.shape
-    if latent_pages.shape[2] != width or not 0 < rank < width:
-        raise ValueError(
-            f"mla_decode: q is {width} wide, latents {latent_pages.shape[2]}, rank {rank}; q and "
-            "latents have rank + rotated width, both positive"
-        )
-    if latent_pages.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
-            f"mla_decode in Triton reads no latents of {latent_pages.dtype}, shape "
-            f"{latent_pages.shape}; use bfloat16, float16 or float32"
-        )
-    blocks = blocks or MlaDecodeBlocks.for_shape(batch, 0, num_heads=num_heads)
+    scale, _, _ = check_numbers("mla_decode", scale)
+    _check_arguments(q, latent_pages, page_table, positions, bounds, rank)
+    page_table, positions = as_int32(page_table), as_int32(positions)
+    bounds = None if bounds is None else as_int32(bounds)
+    batch, num_tokens, num_heads, _ = q.shape
+    blocks = blocks or MlaDecodeBlocks.for_shape(
+        batch, 0, num_heads=num_heads, latent_dtype=latent_pages.dtype, q_dtype=q.dtype
+    )
     flat, capacity = num_tokens * num_heads, page_table.shape[1] * latent_pages.shape[1]
     tiles, splits = -(-flat // blocks.block_rows), -(-capacity // blocks.split_keys)
     spec = TileSpec(
@@ -229,6 +233,41 @@ def mla_decode(
         num_warps=blocks.merge_warps,
         interpret=interpret,
     )
+
+
+def _check_arguments(
+    q: Array,
+    latent_pages: Array,
+    page_table: Array,
+    positions: Array,
+    bounds: Array | None,
+    rank: int,
+) -> None:
+    check_shapes(
+        "mla_decode",
+        q=(q, "B T N C"),
+        latent_pages=(latent_pages, "P U C"),
+        page_table=(page_table, "B M"),
+        positions=(positions, "B T"),
+        bounds=(bounds, "B 2"),
+    )
+    integers = {"page_table": page_table, "positions": positions, "bounds": bounds}
+    check_dtypes("mla_decode", q=q, integers=integers, floats={})
+    if not 0 < rank < q.shape[3]:
+        raise ValueError(
+            f"mla_decode: q and latents are {q.shape[3]} wide, rank {rank}; they have rank + "
+            "rotated width, both positive"
+        )
+    if latent_pages.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            f"mla_decode in Triton reads no latents of {latent_pages.dtype}, shape "
+            f"{latent_pages.shape}; use bfloat16, float16 or float32"
+        )
+    if rank > MAX_RANK or q.shape[3] - rank > MAX_ROTATED:
+        raise NotImplementedError(
+            f"mla_decode in Triton: q {list(q.shape)} of {q.dtype}, rank {rank}; it takes ranks up "
+            f"to {MAX_RANK} and {MAX_ROTATED} rotated numbers; use plain XLA"
+        )
 
 
 def mla_decode_reference(

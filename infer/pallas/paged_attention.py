@@ -31,10 +31,21 @@ from jax.experimental import pallas as pl
 from jaxtyping import Bool, Float, Int, Shaped
 
 from infer.pallas import kv_formats, paged_tile
+from infer.pallas.argument_checks import (
+    as_int32,
+    check_blocks,
+    check_dtypes,
+    check_numbers,
+    check_shapes,
+)
 from infer.pallas.paged_attention_merge import merge_splits
 from infer.pallas.paged_tile import TileSpec
 from infer.pallas.triton_call import load, power_of_two, store, triton_call
 
+# Of a head: the widest whose tiles fit the shared memory of every chip.
+MAX_WIDTH = 256
+# Of shared memory a block, Ada and consumer Blackwell: 99 KiB.  A100 has 163, Hopper 227.
+SHARED_BYTES = 99 * 1024
 # Streaming multiprocessors, from the data sheets.
 CORES = {
     "a100-80gb": 108,
@@ -50,9 +61,9 @@ CORES = {
 class PagedAttentionBlocks:
     """Sizes of a program's work, and how Triton compiles it.
 
-    `block_rows` None means the fewest that hold all queries of a row, 16 to 64 (32 for int4).  A
+    `block_rows` None means the fewest that hold all queries of a row, 16 to `most_rows`.  A
     number makes a query's bits independent of how many tokens come with it, too.  `num_warps` None
-    means 4, and 8 for the largest tiles, which would spill registers with 4.
+    means 4, and 8 for the largest tiles and float32, which would spill registers with 4.
     """
 
     block_keys: int = 64
@@ -64,14 +75,7 @@ class PagedAttentionBlocks:
 
     def __post_init__(self) -> None:
         """Check what Triton and the kernel's loop ask for."""
-        for name in ("block_keys", "block_rows"):
-            size = getattr(self, name)
-            if size is not None and (size < 16 or size & (size - 1)):
-                raise ValueError(f"{name} is {size}; use a power of two, 16 or more")
-        if self.split_keys % self.block_keys:
-            raise ValueError(
-                f"split_keys {self.split_keys} is not a multiple of block_keys {self.block_keys}"
-            )
+        check_blocks(self, "block_keys", "block_rows")
 
     @classmethod
     def for_shape(
@@ -82,6 +86,7 @@ class PagedAttentionBlocks:
         num_kv: int,
         width: int,
         pool_dtype: Any = jnp.bfloat16,
+        q_dtype: Any = jnp.bfloat16,
         chip: str = "h200-141gb",
         split: Literal["fixed", "tuned"] = "fixed",
     ) -> "PagedAttentionBlocks":
@@ -97,10 +102,16 @@ class PagedAttentionBlocks:
         """
         if split not in ("fixed", "tuned"):
             raise ValueError(f"split is {split!r}; use 'fixed' or 'tuned'")
-        row_bytes = power_of_two(width, 16) * jnp.dtype(pool_dtype).itemsize
-        # Tiles of 16 KiB: two stages of keys and values fit the 99 KiB of the smallest chips.
-        block_keys = min(64, max(16, 16384 // row_bytes))
-        sizes = cls(block_keys=block_keys)
+        if in_float32(pool_dtype, q_dtype):
+            sizes = cls(
+                block_keys=32 if width <= 128 else 16,
+                num_warps=8 if width <= 128 or pool_dtype == jnp.uint8 else 4,
+                num_stages=1,
+            )
+        else:
+            # Tiles of 16 KiB: two stages of keys and values fit the 99 KiB of the smallest chips.
+            # Data of 8 and 4 bits are multiplied in 16.
+            sizes = cls(block_keys=min(64, max(16, 8192 // power_of_two(width, 16))))
         if split == "fixed":
             return sizes
         want = 4 * CORES.get(chip, 100)
@@ -215,17 +226,34 @@ def paged_attention(
         interpret: run on any device, slowly.
 
     Raises:
-        ValueError: shapes that do not fit each other.
-        NotImplementedError: a pool's dtype that kernels do not read.
+        ValueError: shapes that do not fit each other, or numbers that fit no attention.
+        NotImplementedError: a dtype or a head width that kernels do not serve.
     """
-    blocks = blocks or PagedAttentionBlocks.for_shape(
-        q.shape[0], 0, num_kv=k_pages.shape[1], width=q.shape[3], pool_dtype=k_pages.dtype
+    scale, window, softcap = check_numbers("paged_attention", scale, window, softcap)
+    check_arguments(
+        "paged_attention",
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        positions,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        sinks=sinks,
+        bounds=bounds,
+        tree=tree,
     )
-    check_shapes("paged_attention", q, k_pages, v_pages, k_scales, v_scales, window)
+    page_table, positions = as_int32(page_table), as_int32(positions)
+    bounds = None if bounds is None else as_int32(bounds)
     batch, num_tokens, num_heads, width = q.shape
     num_kv, page_size = k_pages.shape[1:3]
+    blocks = blocks or PagedAttentionBlocks.for_shape(
+        batch, 0, num_kv=num_kv, width=width, pool_dtype=k_pages.dtype, q_dtype=q.dtype
+    )
     flat = num_tokens * num_heads // num_kv
-    rows = blocks.block_rows or min(most_rows(k_pages.dtype), power_of_two(flat, 16))
+    most = most_rows(k_pages.dtype, q.dtype, width)
+    rows = blocks.block_rows or min(most, power_of_two(flat, 16))
+    check_tiles("paged_attention", q, k_pages, rows, blocks)
     tiles, splits = -(-flat // rows), -(-page_table.shape[1] * page_size // blocks.split_keys)
     given = {
         "q": q,
@@ -267,7 +295,7 @@ def paged_attention(
             jax.ShapeDtypeStruct(shape, f32),
             jax.ShapeDtypeStruct(shape, f32),
         ),
-        num_warps=blocks.num_warps or (8 if rows >= most_rows(k_pages.dtype) else 4),
+        num_warps=blocks.num_warps or (8 if rows >= most else 4),
         num_stages=blocks.num_stages,
         interpret=interpret,
     )
@@ -287,37 +315,89 @@ def paged_attention(
     )
 
 
-def most_rows(pool_dtype: Any) -> int:
+def most_rows(pool_dtype: Any, q_dtype: Any = jnp.bfloat16, width: int = 128) -> int:
     """Return the rows of the largest tile that spills no registers on any chip of the gate."""
+    if in_float32(pool_dtype, q_dtype):
+        return 32 if width <= 128 else 16
     return 32 if pool_dtype == jnp.uint8 else 64
 
 
-def check_shapes(
+def in_float32(pool_dtype: Any, q_dtype: Any) -> bool:
+    """Return whether tiles hold float32: without instructions of matrices, they must be small."""
+    return max(jnp.dtype(dtype).itemsize for dtype in (pool_dtype, q_dtype)) == 4
+
+
+def check_tiles(op: str, q: Array, k_pages: Array, rows: int, blocks: Any) -> None:
+    """Check that tiles of float32, which pass through shared memory, fit that of every chip.
+
+    Raises:
+        NotImplementedError: they do not.
+    """
+    if not in_float32(k_pages.dtype, q.dtype):
+        return
+    keys = (blocks.num_stages + 1) * blocks.block_keys
+    num_bytes = 4 * power_of_two(q.shape[3], 16) * (rows + keys)
+    if num_bytes > SHARED_BYTES:
+        raise NotImplementedError(
+            f"{op} in Triton: q {list(q.shape)} of {q.dtype}, pools {list(k_pages.shape)} of "
+            f"{k_pages.dtype}: {blocks} with {rows} rows needs {num_bytes} bytes of shared memory, "
+            f"more than {SHARED_BYTES}; choose sizes with q_dtype={q.dtype}, or none"
+        )
+
+
+def check_arguments(
     op: str,
     q: Array,
     k_pages: Array,
     v_pages: Array,
-    k_scales: Array | None,
-    v_scales: Array | None,
-    window: int | None,
+    page_table: Array,
+    positions: Array,
+    *,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
+    sinks: Array | None = None,
+    bounds: Array | None = None,
+    tree: Array | None = None,
 ) -> None:
-    """Check what the paged ops ask of their arguments.
+    """Check what the paged ops ask of their arrays.
 
     Raises:
-        ValueError: shapes that do not fit each other, or a window that sees nothing.
-        NotImplementedError: a pool's dtype that kernels do not read.
+        ValueError: shapes that do not fit each other, or dtypes of the wrong kind.
+        NotImplementedError: a dtype or a head width that kernels do not serve.
     """
+    check_shapes(
+        op,
+        q=(q, "B T N H"),
+        k_pages=(k_pages, "P K U W"),
+        v_pages=(v_pages, "P K U W"),
+        page_table=(page_table, "B M"),
+        positions=(positions, "B T"),
+        k_scales=(k_scales, "P K U"),
+        v_scales=(v_scales, "P K U"),
+        sinks=(sinks, "N"),
+        bounds=(bounds, "B 2"),
+        tree=(tree, "B T T"),
+    )
+    check_dtypes(
+        op,
+        q=q,
+        integers={"page_table": page_table, "positions": positions, "bounds": bounds},
+        floats={"k_scales": k_scales, "v_scales": v_scales, "sinks": sinks},
+    )
+    if tree is not None and tree.dtype != jnp.bool_:
+        raise ValueError(f"{op}: tree is {tree.dtype}; give booleans, True where a token is seen")
     num_heads, num_kv = q.shape[2], k_pages.shape[1]
     if num_heads % num_kv:
         raise ValueError(
             f"{op}: q has {num_heads} heads, not a multiple of the {num_kv} key/value "
             "heads; every key/value head serves equally many"
         )
-    if window is not None and window < 1:
-        raise ValueError(
-            f"{op}: window is {window}; it counts the query's own key, so use 1 or more, or None"
-        )
     kv_formats.check_pools(op, k_pages, v_pages, k_scales, v_scales, q.shape[3])
+    if q.shape[3] > MAX_WIDTH:
+        raise NotImplementedError(
+            f"{op} in Triton: q {list(q.shape)} of {q.dtype}, pools {list(k_pages.shape)} of "
+            f"{k_pages.dtype}; it takes head widths up to {MAX_WIDTH}; use implementation='xla'"
+        )
 
 
 def pack_tree(

@@ -69,10 +69,10 @@ def _merge_kernel(*refs: Any, names: tuple[str, ...], split_keys: int, spec: Til
         return total + jnp.sum(weight * part), acc + jnp.sum(weight[:, None] * a, axis=0)
 
     steps = lax.div(first, jnp.int32(_SPLITS)), lax.div(last + (_SPLITS - 1), jnp.int32(_SPLITS))
-    m, total = jnp.float32(MASKED), jnp.float32(0)
+    m, total, sink = jnp.float32(MASKED), jnp.float32(0), jnp.float32(0)
     if "sinks" in ref:
-        m = load(ref["sinks"], head).astype(jnp.float32) * LOG2E
-    sink = m
+        sink = load(ref["sinks"], head).astype(jnp.float32) * LOG2E
+        m = jnp.maximum(sink, MASKED)  # a sink of -inf is none, and -inf - -inf is NaN
     m = lax.fori_loop(*steps, largest, m)
     if "sinks" in ref:
         # Counted once, whatever the splits.

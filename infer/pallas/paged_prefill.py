@@ -41,9 +41,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Float, Int, Shaped
 
 from infer.pallas import kv_formats, paged_tile
+from infer.pallas.argument_checks import as_int32, check_blocks, check_numbers
 from infer.pallas.paged_attention import (
     PagedAttentionBlocks,
-    check_shapes,
+    check_arguments,
+    check_tiles,
+    in_float32,
     paged_attention,
     paged_attention_reference,
 )
@@ -69,20 +72,29 @@ class PagedPrefillBlocks:
 
     def __post_init__(self) -> None:
         """Check what Triton asks for."""
-        for name in ("block_rows", "block_keys"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise ValueError(f"{name} is {size}; use a power of two, 16 or more")
+        check_blocks(self, "block_rows", "block_keys")
 
     @classmethod
     def for_shape(
-        cls, *, width: int, pool_dtype: Any = jnp.bfloat16, chip: str | None = None
+        cls,
+        *,
+        width: int,
+        pool_dtype: Any = jnp.bfloat16,
+        q_dtype: Any = jnp.bfloat16,
+        chip: str | None = None,
     ) -> "PagedPrefillBlocks":
         """Return sizes for heads of `width`; they depend on neither batch nor chunk.
 
         Without a chip's name they are such that no chip of the gate spills registers.
         """
         dtype = jnp.dtype(pool_dtype)
+        if in_float32(dtype, q_dtype):
+            return cls(
+                block_rows=32 if width <= 64 else 16,
+                block_keys=32 if width <= 128 else 16,
+                num_warps=8 if width <= 128 or dtype == jnp.uint8 else 4,
+                num_stages=1,
+            )
         if dtype == jnp.uint8:
             return cls(block_rows=64, num_stages=1)
         if width > 128:
@@ -176,8 +188,8 @@ def paged_prefill(
         interpret: run on any device, slowly.
 
     Raises:
-        ValueError: shapes that do not fit each other.
-        NotImplementedError: a pool's dtype that kernels do not read.
+        ValueError: shapes that do not fit each other, or numbers that fit no attention.
+        NotImplementedError: a dtype or a head width that kernels do not serve.
     """
     if isinstance(blocks, PagedAttentionBlocks):
         return paged_attention(
@@ -197,8 +209,23 @@ def paged_prefill(
             blocks=blocks,
             interpret=interpret,
         )
-    blocks = blocks or PagedPrefillBlocks.for_shape(width=q.shape[3], pool_dtype=k_pages.dtype)
-    check_shapes("paged_prefill", q, k_pages, v_pages, k_scales, v_scales, window)
+    scale, window, softcap = check_numbers("paged_prefill", scale, window, softcap)
+    check_arguments(
+        "paged_prefill",
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        positions,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        sinks=sinks,
+    )
+    page_table, positions = as_int32(page_table), as_int32(positions)
+    blocks = blocks or PagedPrefillBlocks.for_shape(
+        width=q.shape[3], pool_dtype=k_pages.dtype, q_dtype=q.dtype
+    )
+    check_tiles("paged_prefill", q, k_pages, blocks.block_rows, blocks)
     batch, num_tokens, num_heads, _ = q.shape
     num_kv, page_size = k_pages.shape[1:3]
     spec = TileSpec(

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from infer.pallas.kv_formats import quantize_kv
 
 PAGE_SIZE = 16
-# Bytes of a number in the cache.
-NUMBER_BYTES = {None: 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
+# Bytes of a number in a quantised cache.
+NUMBER_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}
 
 
 def scattered(key: jax.Array, batch: int, context: int) -> jax.Array:
@@ -32,13 +32,14 @@ def draw(
     width: int,
     context: int,
     kv_format: str | None = None,
+    dtype: str = "bfloat16",
 ) -> tuple[jax.Array, ...]:
-    """Return q, pools, page table and positions in bfloat16, and scales where there are any."""
+    """Return q, pools, page table and positions, and scales where there are any."""
     keys = jax.random.split(key, 4)
-    q = jax.random.normal(keys[0], (batch, tokens, heads, width), jnp.bfloat16)
+    q = jax.random.normal(keys[0], (batch, tokens, heads, width), dtype)
     table = scattered(keys[1], batch, context)
     shape = (table.size, kv, PAGE_SIZE, width)
-    pools = [jax.random.normal(k, shape, jnp.bfloat16) for k in keys[2:]]
+    pools = [jax.random.normal(k, shape, dtype) for k in keys[2:]]
     args = (table, last_positions(batch, tokens, context))
     if kv_format is None:
         return (q, *pools, *args)
@@ -56,10 +57,13 @@ def work(
     context: int,
     kv_format: str | None = None,
     window: int | None = None,
+    dtype: str = "bfloat16",
 ) -> tuple[float, float]:
     """Return FLOPs and bytes of a call: scores and sums, each visible key and value read once."""
     seen = sum(min(i + 1, window or i + 1) for i in range(context - tokens, context))
     keys = min(context, (window or context) + tokens - 1)
     scales = 0 if kv_format is None else 4
-    cache = 2.0 * batch * keys * kv * (width * NUMBER_BYTES[kv_format] + scales)
-    return 4.0 * batch * heads * width * seen, cache + 4.0 * batch * tokens * heads * width
+    size = jnp.dtype(dtype).itemsize
+    number = size if kv_format is None else NUMBER_BYTES[kv_format]
+    cache = 2.0 * batch * keys * kv * (width * number + scales)
+    return 4.0 * batch * heads * width * seen, cache + 2.0 * size * batch * tokens * heads * width

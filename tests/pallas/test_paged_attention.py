@@ -118,6 +118,13 @@ def test_sinks_by_hand() -> None:
     o, lse = kernel(q, k, v, table, at(-1), sink(2.5))
     assert float(o[0, 0, 0, 0]) == 0
     assert float(lse[0, 0, 0]) == pytest.approx(2.5, abs=1e-6)
+    # A sink of -inf is none, for a query with keys and for one without.
+    o, lse = kernel(jnp.zeros_like(q), k, v, table, at(1), sink(-np.inf))
+    assert float(o[0, 0, 0, 0]) == pytest.approx(1.5, abs=1e-6)
+    assert float(lse[0, 0, 0]) == pytest.approx(np.log(2), abs=1e-6)
+    o, lse = kernel(q, k, v, table, at(-1), sink(-np.inf))
+    assert float(o[0, 0, 0, 0]) == 0
+    assert float(lse[0, 0, 0]) == -np.inf
 
 
 def test_a_page_that_is_none_is_never_read() -> None:
@@ -188,6 +195,10 @@ def test_sizes_depend_on_the_batch_only_when_asked() -> None:
     assert tuned(1).split_keys < tuned(256).split_keys
     wide = PagedAttentionBlocks.for_shape(1, 1024, num_kv=8, width=256)
     assert wide.block_keys == 32
+    # float32, be it of the queries alone, is multiplied in small tiles.
+    full = PagedAttentionBlocks.for_shape(1, 1024, **shape, q_dtype=jnp.float32)
+    assert full == PagedAttentionBlocks.for_shape(1, 1024, **shape, pool_dtype=jnp.float32)
+    assert full.block_keys < fixed.block_keys and full.num_stages == 1
 
 
 def test_refuses_what_it_cannot() -> None:

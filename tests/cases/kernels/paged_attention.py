@@ -17,7 +17,11 @@ from tests.cases.kernels import KernelCase, Tuning
 
 LLAMA = {"heads": 32, "kv": 8, "width": 128}
 GPT_OSS = {"heads": 64, "kv": 8, "width": 64}
+SMOL = {"heads": 9, "kv": 3, "width": 64}
 GEMMA = {"heads": 16, "kv": 8, "width": 256}
+
+
+_WORDS = {"bfloat16": "bf16", "float32": "f32"}
 
 
 def _case(
@@ -31,10 +35,12 @@ def _case(
     sinks: bool = False,
     tree: bool = False,
     tune: bool = False,
+    dtype: str = "bfloat16",
     **options: Any,
 ) -> KernelCase:
     shape: dict[str, Any] = {
-        "batch": batch, "tokens": tokens, "context": context, "kv_format": kv_format, **heads
+        "batch": batch, "tokens": tokens, "context": context, "kv_format": kv_format,
+        "dtype": dtype, **heads
     }  # fmt: skip
 
     def make(key: jax.Array) -> tuple[jax.Array, ...]:
@@ -59,7 +65,7 @@ def _case(
     return KernelCase(
         kernel="paged_attention",
         form="triton",
-        shape=" ".join([*words, kv_format or "bf16"]),
+        shape=" ".join([*words, kv_format or _WORDS[dtype]]),
         make=make,
         run=lambda *a: paged_attention(*a[:5], **named(a[5:])),
         reference=lambda *a: paged_attention_reference(*a[:5], **named(a[5:]))[0],
@@ -118,4 +124,9 @@ CASES = (
     _case("llama-3-8b", LLAMA, 32, 8192, kv_format="fp8", tokens=5),
     _case("llama-3-8b", LLAMA, 8, 8192, kv_format="fp8", tokens=16),
     _case("llama-3-8b", LLAMA, 32, 8192, kv_format="int4", tokens=5),
+    _case("smollm2-135m", SMOL, 32, 2048, dtype="float32"),
+    _case("smollm2-135m", SMOL, 32, 2048, dtype="float32", tokens=5),
+    _case("llama-3-8b", LLAMA, 32, 2048, dtype="float32"),
+    _case("llama-3-8b", LLAMA, 32, 2048, dtype="float32", tokens=5),
+    _case("gemma-2-9b", GEMMA, 32, 2048, dtype="float32", tokens=8),
 )

@@ -17,7 +17,11 @@ from tests.cases.kernels import CHIPS, KernelCase, Tuning
 
 LLAMA = {"heads": 32, "kv": 8, "width": 128}
 GPT_OSS = {"heads": 64, "kv": 8, "width": 64}
+SMOL = {"heads": 9, "kv": 3, "width": 64}
 GEMMA = {"heads": 16, "kv": 8, "width": 256}
+
+
+_WORDS = {"bfloat16": "bf16", "float32": "f32"}
 
 
 def _case(
@@ -32,10 +36,12 @@ def _case(
     tokens: int = 512,
     context: int = 8192,
     tuning: Tuning | None = None,
+    dtype: str = "bfloat16",
     **options: Any,
 ) -> KernelCase:
     shape: dict[str, Any] = {
-        "batch": 1, "tokens": tokens, "context": context, "kv_format": kv_format, **heads
+        "batch": 1, "tokens": tokens, "context": context, "kv_format": kv_format,
+        "dtype": dtype, **heads
     }  # fmt: skip
 
     def named(args: tuple[jax.Array, ...]) -> dict[str, Any]:
@@ -50,7 +56,7 @@ def _case(
     return KernelCase(
         kernel="paged_prefill",
         form="triton",
-        shape=f"{model} t{tokens} ctx{context} {kv_format or 'bf16'}",
+        shape=f"{model} t{tokens} ctx{context} {kv_format or _WORDS[dtype]}",
         make=lambda key: paged.draw(key, **shape),
         run=lambda *a: paged_prefill(*a[:5], blocks=blocks, **named(a[5:])),
         reference=lambda *a: paged_prefill_reference(*a[:5], **named(a[5:]))[0],
@@ -97,4 +103,7 @@ CASES = (
     _case("llama-3-8b", LLAMA, kv_format="int8"),
     _case("llama-3-8b", LLAMA, kv_format="fp8"),
     _case("llama-3-8b", LLAMA, kv_format="int4"),
+    _case("smollm2-135m", SMOL, context=2048, dtype="float32"),
+    _case("llama-3-8b", LLAMA, context=2048, dtype="float32"),
+    _case("gemma-2-9b", GEMMA, context=2048, dtype="float32"),
 )
