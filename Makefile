@@ -13,7 +13,7 @@ WORKERS ?= 2
 MODEL ?= smollm2-135m
 PROMPT ?= In two sentences: why is the sky blue?
 
-.PHONY: demo test quick lint format resolve-cuda kernels gate clean help
+.PHONY: demo test quick lint format resolve-cuda kernels gate native clean help
 
 help:
 	@echo "make demo          install, fetch $(MODEL), generate text"
@@ -22,6 +22,7 @@ help:
 	@echo "make lint          format check, ruff, pyright, layers (what the commit hooks run)"
 	@echo "make format        put files into the format that lint checks"
 	@echo "make kernels       only the kernels' tests on Python 3.12"
+	@echo "make native        compile the CPU's native operations, with g++ or clang++"
 	@echo "make gate          compile changed kernels for GPUs that are not here, write the table"
 	@echo "make resolve-cuda  check that the CUDA extras resolve, without downloading them"
 	@echo "make clean         remove environments and caches of this folder"
@@ -43,15 +44,11 @@ $(VENV)/.stamp-test: pyproject.toml constraints.txt scripts/make_venv.sh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
 	@touch $(VENV)/.stamp-run
 
-# The CPU's native operations; without a C++ compiler everything runs in plain XLA.
-.PHONY: native native-test
+# The CPU's native operations (docs/cpu.md).
 native: $(VENV)/.stamp-run
-	-@$(BIN)/python -m infer.native.build --if-needed
+	$(BIN)/python -m infer.native.build
 
-native-test: $(VENV)/.stamp-test
-	-@$(BIN)/python -m infer.native.build --if-needed
-
-demo: native
+demo: $(VENV)/.stamp-run
 	$(BIN)/infer pull $(MODEL)
 	$(BIN)/infer generate --chat "$(PROMPT)" --model $(MODEL) --max-tokens 96
 
@@ -65,7 +62,7 @@ format: $(VENV)/.stamp-test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-quick: native-test
+quick: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 kernels:
@@ -79,7 +76,7 @@ resolve-cuda: $(VENV)/.stamp-test
 	bash scripts/resolve_cuda.sh $(BIN)/python
 
 # Lint first: it is quick.  The closing line of each test run stands at the end once more.
-test: lint resolve-cuda native-test
+test: lint resolve-cuda
 	INFER_TEST_PULL=1 $(BIN)/python -m pytest -n $(WORKERS) 2>&1 | tee $(LOG)
 	bash scripts/kernels_leg.sh
 	@echo

@@ -4,7 +4,6 @@ Every source is compiled for plain x86-64 but for the kernels, which are compile
 instruction set, in files named for it; the CPU's is chosen at run time.
 """
 
-import ctypes
 import hashlib
 import os
 import platform
@@ -123,27 +122,8 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{shlex.join(command[:1])} failed with {done.returncode}: {first}")
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Build, unless `--if-needed` is given and the library is of these sources already."""
-    needed = "--if-needed" not in arguments
-    paths = [a for a in arguments if a != "--if-needed"]
+if __name__ == "__main__":
     try:
-        if needed or not _is_fresh():
-            print(build(*paths[:1]))
+        print(build(*sys.argv[1:2]))
     except BuildError as error:
         sys.exit(f"native operations: not built: {error}")
-
-
-def _is_fresh() -> bool:
-    if not LIBRARY.exists():
-        return False
-    try:
-        sources = ctypes.CDLL(str(LIBRARY)).infer_native_sources
-    except (OSError, AttributeError):
-        return False
-    sources.restype = ctypes.c_char_p
-    return sources().decode() == source_hash()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
