@@ -92,7 +92,7 @@ def rope_cases(args):
     rng = np.random.default_rng(0)
     for tokens in (1, 8, 512):
         normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
-        q, k, v = (normal(tokens, n, WIDTH) for n in (HEADS, KV_HEADS, KV_HEADS))  # noqa: B023
+        q, k, v = (normal(tokens, n, WIDTH) for n in (HEADS, KV_HEADS, KV_HEADS))
         cos, sin = normal(tokens, WIDTH // 2), normal(tokens, WIDTH // 2)
         positions = jnp.arange(tokens, dtype=jnp.int32)
         pools = lambda: [jnp.zeros((64, KV_HEADS, PAGE, WIDTH)) for _ in range(2)]

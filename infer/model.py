@@ -137,7 +137,7 @@ def _load(
             f"packed is {packed!r}; use True, False, 'blocks', or None, which chooses"
         )
     if packed is None:
-        packed = path.is_file() and default_platform() == "cpu" and native.available()
+        packed = path.is_file() and default_platform() == "cpu" and native.by_default()
     default = "float32" if default_platform() == "cpu" else "bfloat16"
     checked = _checked_dtype(default if dtype is None else dtype)
     if path.is_dir():

@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Plain XLA is what the suite tests; tests/native forces what it tests.
+os.environ.setdefault("INFER_NATIVE", "0")
 if sys.version_info >= (3, 12):
     # XLA:CPU's threads.  The interpreter of Mosaic kernels, which only this leg has, blocks one for
     # each of three warpgroups, and stops for ever where there are fewer.

@@ -26,6 +26,14 @@ def available() -> bool:
     return not why_not()
 
 
+def by_default() -> bool:
+    """Return whether the native operations are used where nobody forces an implementation.
+
+    INFER_NATIVE=0 leaves them to those who do.
+    """
+    return os.environ.get("INFER_NATIVE") != "0" and available()
+
+
 def why_not() -> str:
     """Return why the native operations cannot be used, in one line; empty if they can."""
     return _load()[1]

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from infer import native
 from infer.errors import ConfigError
 from infer.hardware import chip_of_kind, get_chip
 
@@ -134,7 +135,7 @@ def choose(
             raise NotImplementedError(f"{error}; on {gpu.kind if gpu else 'a CPU'}") from error
     gpu = target_gpu()
     if gpu is None or implementation == "interpret":
-        if "native" in kernels and implementation != "interpret":
+        if "native" in kernels and implementation != "interpret" and native.by_default():
             try:
                 return _run(op, "native", "", kernels["native"], operands)
             except NotImplementedError as error:

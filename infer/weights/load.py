@@ -95,7 +95,7 @@ def _read(
     # A tensor that several weights share is decoded once: they come one after the other.
     decoded = functools.lru_cache(maxsize=1)(lambda name: file.array(name, np.dtype(dtype)))
 
-    panels = packed is True and default_platform() == "cpu" and native.available()
+    panels = packed is True and default_platform() == "cpu" and native.by_default()
 
     def read(slot: Slot) -> jnp.ndarray | QArray | Packed:
         info = file.tensors[slot.tensor]

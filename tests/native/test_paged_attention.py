@@ -255,9 +255,7 @@ def test_dense_attention_equals_the_xla_form(window, softcap, sink) -> None:
     # More keys than queries, and fewer.
     for keys in (150, 100):
         grown = [jnp.pad(x, ((0, 0), (0, 10), (0, 0), (0, 0)))[:, :keys] for x in (k, v)]
-        np.testing.assert_array_equal(
-            dense_attention(q, *grown, **options)[:, :100], got[:, :100]
-        )
+        np.testing.assert_array_equal(dense_attention(q, *grown, **options)[:, :100], got[:, :100])
     # Dense and paged keys give the same bits.
     k_pages, v_pages, table = paged(rows, 16)
     positions = jnp.broadcast_to(jnp.arange(140, dtype=jnp.int32), (2, 140))
