@@ -43,8 +43,21 @@ struct Work {
   int splits() const { return end_split - first_split; }
 };
 
+// Bytes of a split's keys that still lie in the second cache when its values have passed.
+constexpr int64_t kSplitBytes = 128 << 10;
+
+// Key heads in a tile.  Where there are few rows, one reads all heads, which lie side by side; but no
+// more than fit the cache, and not so many that threads go idle.
+int heads_at_once(const Attention& a, int rows, int64_t splits) {
+  if (rows > kFewRows) return 1;
+  const int64_t bytes = int64_t{kSplit} * a.width * (a.pools.type == PoolType::kF32 ? 4 : 2);
+  int heads = static_cast<int>(std::min<int64_t>(a.num_kv, std::max<int64_t>(1, kSplitBytes / bytes)));
+  while (heads > 1 && splits * ((a.num_kv + heads - 1) / heads) < 2 * num_threads()) --heads;
+  return heads;
+}
+
 std::vector<Work> plan(const Attention& a, int batch) {
-  const int tokens = std::max(1, kTileRows / a.group());
+  const int tokens = std::min(a.num_queries, std::max(1, kTileRows / a.group()));
   const int tiles = (a.num_queries + tokens - 1) / tokens;
   std::vector<Work> works;
   works.reserve(int64_t{batch} * tiles * a.num_kv);
@@ -52,7 +65,7 @@ std::vector<Work> plan(const Attention& a, int batch) {
   // The last tiles see most keys: first, so that the threads end together.
   for (int i = tiles - 1; i >= 0; --i) {
     for (int row = 0; row < batch; ++row) {
-      Work work = {{row, 0, i * tokens, std::min(a.num_queries, (i + 1) * tokens)}, 0, 0, 0};
+      Work work = {{row, 0, 1, i * tokens, std::min(a.num_queries, (i + 1) * tokens)}, 0, 0, 0};
       int64_t low = INT64_MAX, high = -1;
       for (int t = work.tile.t0; t < work.tile.t1; ++t) {
         const int64_t position = a.positions[int64_t{row} * a.num_queries + t];
@@ -66,8 +79,10 @@ std::vector<Work> plan(const Attention& a, int batch) {
         work.first_split = static_cast<int>(low / kSplit);
         work.end_split = static_cast<int>(high / kSplit) + 1;
       }
-      for (int head = 0; head < a.num_kv; ++head) {
+      const int heads = heads_at_once(a, tokens * a.group(), int64_t{batch} * work.splits());
+      for (int head = 0; head < a.num_kv; head += heads) {
         work.tile.head = head;
+        work.tile.num_heads = std::min(heads, a.num_kv - head);
         work.part = part;
         part += work.splits() * part_floats(a, work.tile.rows(a));
         works.push_back(work);

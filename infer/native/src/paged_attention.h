@@ -20,6 +20,8 @@ namespace infer {
 constexpr int kSplit = 128;  // keys
 // Query rows (tokens times heads of a group) that share the keys they read.
 constexpr int kTileRows = 48;
+// With no more rows than these, the time goes into reading keys and values.
+constexpr int kFewRows = 16;
 
 enum class PoolType { kF32, kBf16, kF16 };
 
@@ -48,10 +50,12 @@ struct Attention {
   int padded_width() const { return (width + 15) / 16 * 16; }
 };
 
-// Queries [t0, t1) of one sequence with the heads of one key head: (t1 - t0) * group rows.
+// Queries [t0, t1) of one sequence with the query heads of key heads [head, head + num_heads).  Its
+// rows go by key head, then token, then query head of the group.
 struct Tile {
-  int row, head, t0, t1;
-  int rows(const Attention& a) const { return (t1 - t0) * a.group(); }
+  int row, head, num_heads, t0, t1;
+  int rows_of_head(const Attention& a) const { return (t1 - t0) * a.group(); }
+  int rows(const Attention& a) const { return num_heads * rows_of_head(a); }
 };
 
 // What a tile's rows have seen: m [rows], total [rows], acc [rows, padded_width].
@@ -69,7 +73,7 @@ inline int64_t part_floats(const Attention& a, int rows) {
 // Floats that `attend` needs beside the part, aligned to 64 bytes.
 inline int64_t scratch_floats(const Attention& a, int rows) {
   const int64_t width = a.padded_width();
-  return width * rows + int64_t{kSplit} * rows + width * 16 * 4 + width * 32 + width;
+  return width * rows + int64_t{kSplit} * rows + width * (16 * 4 + 32 + 1);
 }
 
 struct AttentionKernels {

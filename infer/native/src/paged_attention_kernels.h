@@ -61,12 +61,6 @@ INFER_INLINE F32 tanh(F32 x) {
   return select_gt(size, set1(0.625f), select_gt(zero_f32(), x, sub(zero_f32(), far), far), near);
 }
 
-// The line that holds p.  Pages are small and scattered, which the hardware does not foresee; asked
-// for one by one between other work, they arrive while it is done.
-INFER_INLINE void prefetch(const void* p) {
-  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
-}
-
 // ---- Products ---------------------------------------------------------------------------------
 
 // s [R, C * 16], rows kSplit apart, := q [R, width] times C panels [width, 16].
@@ -103,20 +97,16 @@ void score_rows(const float* q, int width, const float* panels, int64_t panel_st
   }
 }
 
-// acc [R, C * 16] += p [R, n] times the rows v [n] from `column` on, keys in order.  From each row
-// `ahead` as many bytes from `skip` on are prefetched, where it is not null.
+// acc [R, C * 16] += p [R, n] times the rows v [n] from `column` on, keys in order.
 template <int R, int C>
 INFER_INLINE void value_block(const float* p, const float* const* v, int n, int column, float* acc,
-                              int64_t acc_stride, const char* const* ahead, int skip) {
+                              int64_t acc_stride) {
   F32 sum[R][C];
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) sum[r][c] = load(acc + r * acc_stride + column + c * kLanes);
   }
   for (int j = 0; j < n; ++j) {
     const float* from = v[j] + column;
-    if (ahead != nullptr) {
-      for (int c = 0; c < C; ++c) prefetch(ahead[j] + skip + c * 64);
-    }
     F32 x[C];
     for (int c = 0; c < C; ++c) x[c] = load(from + c * kLanes);
     for (int r = 0; r < R; ++r) {
@@ -130,13 +120,12 @@ INFER_INLINE void value_block(const float* p, const float* const* v, int n, int 
 }
 
 template <int R>
-void value_rows(const float* p, const float* const* v, int n, int width, float* acc,
-                const char* const* ahead, int ahead_bytes) {
+void value_rows(const float* p, const float* const* v, int n, int width, float* acc) {
   int column = 0;
   for (; column + kValueColumns * kLanes <= width; column += kValueColumns * kLanes) {
-    value_block<R, kValueColumns>(p, v, n, column, acc, width, column * 4 < ahead_bytes ? ahead : nullptr, column * 4);
+    value_block<R, kValueColumns>(p, v, n, column, acc, width);
   }
-  for (; column < width; column += kLanes) value_block<R, 1>(p, v, n, column, acc, width, column * 4 < ahead_bytes ? ahead : nullptr, column * 4);
+  for (; column < width; column += kLanes) value_block<R, 1>(p, v, n, column, acc, width);
 }
 
 // Call f<R> on the rows in blocks of at most `most` rows.
@@ -178,11 +167,9 @@ struct ValueCall {
   const float* const* v;
   int n, width;
   float* acc;
-  const char* const* ahead;
-  int ahead_bytes;
   template <int R>
   void operator()(int r) const {
-    value_rows<R>(p + r * kSplit, v, n, width, acc + int64_t{r} * width, r == 0 ? ahead : nullptr, ahead_bytes);
+    value_rows<R>(p + r * kSplit, v, n, width, acc + int64_t{r} * width);
   }
   void rest(int r, int n) const {
     switch (n) {
@@ -195,6 +182,14 @@ struct ValueCall {
 
 // ---- One split --------------------------------------------------------------------------------
 
+// The token and the query head of row r.
+INFER_INLINE int token_of(const Attention& a, const Tile& tile, int r) {
+  return tile.t0 + r % tile.rows_of_head(a) / a.group();
+}
+INFER_INLINE int head_of(const Attention& a, const Tile& tile, int r) {
+  return (tile.head + r / tile.rows_of_head(a)) * a.group() + r % a.group();
+}
+
 struct Keys {
   int64_t low, high;  // visible: low <= position <= high
 };
@@ -204,16 +199,14 @@ INFER_INLINE Keys keys_of(const Attention& a, const Tile& tile, int t) {
   return {first > 0 ? first : 0, i};
 }
 
-// panels [c][width, 16] := 16 keys each, transposed.  The rows `ahead` are prefetched meanwhile.
+// panels [c][width, 16] := 16 keys each, transposed.
 template <typename E>
 INFER_INLINE void pack_keys(const typename E::Type* const* keys,
-                            const typename E::Type* const* ahead, int num_panels, int width,
-                            int64_t panel_stride, float* panels) {
+                            int num_panels, int width, int64_t panel_stride, float* panels) {
   for (int c = 0; c < num_panels; ++c) {
     for (int h = 0; h < width; h += kLanes) {
       F32 x[kLanes];
       for (int j = 0; j < kLanes; ++j) x[j] = load_some<E>(keys[c * kLanes + j] + h, width - h);
-      for (int j = 0; j < kLanes; ++j) prefetch(ahead[c * kLanes + j] + h);
       transpose16(x);
       float* to = panels + c * panel_stride + h * kLanes;
       for (int j = 0; j < kLanes; ++j) store(to + j * kLanes, x[j]);
@@ -260,15 +253,14 @@ class Slots {
       : pools_(a.pools),
         table_(a.table + int64_t{tile.row} * a.pages_per_row),
         pages_(a.pages_per_row),
-        head_(tile.head * a.pools.head_stride),
         column_(position / a.pools.page_size),
         slot_(static_cast<int>(position % a.pools.page_size)) {}
 
-  // Where the next key's elements begin in a pool, or -1 where there is no page.
+  // Where the next key's elements of head 0 begin in a pool, or -1 where there is no page.
   INFER_INLINE int64_t next() {
     const int64_t page = column_ < pages_ ? table_[column_] : -1;
     const int64_t at = page >= 0 && page < pools_.num_pages
-                           ? page * pools_.page_stride + head_ + slot_ * pools_.token_stride
+                           ? page * pools_.page_stride + slot_ * pools_.token_stride
                            : -1;
     if (++slot_ == pools_.page_size) {
       slot_ = 0;
@@ -280,18 +272,49 @@ class Slots {
  private:
   const Pools& pools_;
   const int32_t* table_;
-  int64_t pages_, head_, column_;
+  int64_t pages_, column_;
   int slot_;
+};
+
+// The keys and values of a split in memory.
+template <typename E>
+struct Split {
+  using Type = typename E::Type;
+  const Attention& a;
+  const Tile& tile;
+  const Type* nothing;  // a row of zeros, for a key nobody sees: its memory may be stale
+  // Where each key's row of head 0 begins, or -1; of this split, and of the start of the next.
+  int64_t at[kSplit + kLanes];
+
+  INFER_INLINE void rows(const void* pool, int head, int j, int n, const Type** to) const {
+    const Type* const from = static_cast<const Type*>(pool) + head * a.pools.head_stride;
+    for (int i = 0; i < n; ++i) to[i] = at[j + i] < 0 ? nothing : from + at[j + i];
+  }
+
+  // Pages are small and scattered, which the hardware does not foresee.  Asked for little by little
+  // between other work, rows arrive while it is done.
+  INFER_INLINE void prefetch(const void* pool, int head, int j, int n) const {
+    const char* const from = static_cast<const char*>(pool);
+    for (int i = 0; i < n; ++i) {
+      if (at[j + i] < 0) continue;
+      const char* const row =
+          from + (head * a.pools.head_stride + at[j + i]) * static_cast<int64_t>(sizeof(Type));
+      for (int b = 0; b < a.width * static_cast<int>(sizeof(Type)); b += 64) {
+        _mm_prefetch(row + b, _MM_HINT_T0);
+      }
+    }
+  }
 };
 
 template <typename E>
 void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, const Part& part) {
   using Type = typename E::Type;
-  const int rows = tile.rows(a), group = a.group(), width = a.width, padded = a.padded_width();
+  const int rows = tile.rows(a), rows_of_head = tile.rows_of_head(a), group = a.group();
+  const int width = a.width, padded = a.padded_width();
   float* const q = scratch;
   float* const s = q + int64_t{rows} * padded;
   float* const panels = s + int64_t{rows} * kSplit;
-  float* const packed = panels + int64_t{padded} * 16 * kPackedPanels;
+  float* const packed = panels + int64_t{padded} * kLanes * kPackedPanels;
   float* const zeros = packed + int64_t{padded} * kPackedValues;
   for (int h = 0; h < padded; ++h) zeros[h] = 0;
 
@@ -305,7 +328,7 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
     high = keys.high - origin > high ? keys.high - origin : high;
   }
   low = low < 0 ? 0 : low;
-  const bool more = high >= kSplit;
+  const int ahead = high >= kSplit ? kLanes : 0;  // keys of the next split to prefetch
   high = high < kSplit ? high : kSplit - 1;
   for (int64_t i = 0; i < int64_t{rows} * padded; ++i) part.acc[i] = 0;
   if (low > high) {
@@ -318,53 +341,62 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
   const int begin = static_cast<int>(low) / kLanes * kLanes;
   const int end = (static_cast<int>(high) / kLanes + 1) * kLanes;
 
-  // Where the keys and values lie.  A key nobody sees is the row of zeros: its memory may be stale.
-  const Type* keys[kSplit];
-  const Type* values[kSplit];
-  float bias[kSplit];
+  Split<E> in = {a, tile, reinterpret_cast<const Type*>(zeros), {}};
+  alignas(64) float bias[kSplit];
   bool missing = false;
   {
-    const Type* const nothing = reinterpret_cast<const Type*>(zeros);
     Slots slots(a, tile, origin + begin);
-    for (int j = begin; j < end; ++j) {
-      const int64_t at = slots.next();
-      keys[j] = values[j] = nothing;
-      bias[j] = 0;
-      if (j < low || j > high) continue;
-      if (at >= 0) {
-        keys[j] = static_cast<const Type*>(a.pools.k) + at;
-        values[j] = static_cast<const Type*>(a.pools.v) + at;
-      } else {
-        missing = true;
-        bias[j] = -__builtin_inff();
-      }
+    for (int j = begin; j < end + ahead; ++j) {
+      const bool seen = j >= low && (j <= high || j >= kSplit);
+      in.at[j] = slots.next();
+      if (j >= kSplit) continue;
+      bias[j] = seen && in.at[j] < 0 ? -__builtin_inff() : 0;
+      missing |= seen && in.at[j] < 0;
+      if (!seen) in.at[j] = -1;
     }
   }
 
   const F32 scale = set1(a.scale);
-  for (int t = tile.t0; t < tile.t1; ++t) {
-    // The heads of a group are neighbours.
-    const float* from = a.q + ((int64_t{tile.row} * a.num_queries + t) * a.num_heads +
-                               int64_t{tile.head} * group) * width;
-    float* to = q + int64_t{t - tile.t0} * group * width;
-    const int n = group * width;
-    int i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(to + i, mul(load(from + i), scale));
-    for (; i < n; ++i) to[i] = from[i] * a.scale;
+  for (int head = 0; head < tile.num_heads; ++head) {
+    for (int t = tile.t0; t < tile.t1; ++t) {
+      // The heads of a group are neighbours.
+      const float* from = a.q + ((int64_t{tile.row} * a.num_queries + t) * a.num_heads +
+                                 int64_t{tile.head + head} * group) * width;
+      float* to = q + (int64_t{head} * rows_of_head + (t - tile.t0) * group) * width;
+      const int n = group * width;
+      int i = 0;
+      for (; i + kLanes <= n; i += kLanes) store(to + i, mul(load(from + i), scale));
+      for (; i < n; ++i) to[i] = from[i] * a.scale;
+    }
   }
 
-  const int64_t row_bytes = width * sizeof(Type);
+  // Few rows: keys pass in the order in which they lie in memory, heads innermost.
+  const bool few = rows_of_head <= kFewRows;
+  const int panels_at_once = few ? 1 : kPackedPanels;
   const int64_t panel_stride = int64_t{padded} * kLanes;
-  for (int j = begin; j < end; j += kPackedPanels * kLanes) {
+  const int step = panels_at_once * kLanes;
+  for (int j = begin; j < end; j += step) {
     const int left = (end - j) / kLanes;
-    const int num_panels = left < kPackedPanels ? left : kPackedPanels;
-    pack_keys<E>(keys + j, values + j, num_panels, width, panel_stride, panels);
-    for_row_blocks<kScoreRows>(
-        rows, ScoreCall{q, width, panels, panel_stride, num_panels, s + j});
+    const int num_panels = left < panels_at_once ? left : panels_at_once;
+    for (int head = 0; head < tile.num_heads; ++head) {
+      const Type* keys[kPackedPanels * kLanes];
+      in.rows(a.pools.k, tile.head + head, j, num_panels * kLanes, keys);
+      // What is needed next: this head's next keys, or at the end its first values.
+      const bool last = j + kLanes >= end;
+      const void* const next_pool = last ? a.pools.v : a.pools.k;
+      const int next = last ? begin : j + kLanes;
+      if (few) in.prefetch(next_pool, tile.head + head, next, kLanes / 2);
+      pack_keys<E>(keys, num_panels, width, panel_stride, panels);
+      if (few) in.prefetch(next_pool, tile.head + head, next + kLanes / 2, kLanes / 2);
+      const int64_t first = int64_t{head} * rows_of_head;
+      for_row_blocks<kScoreRows>(rows_of_head,
+                                 ScoreCall{q + first * width, width, panels, panel_stride,
+                                           num_panels, s + first * kSplit + j});
+    }
   }
 
   for (int r = 0; r < rows; ++r) {
-    const Keys seen = keys_of(a, tile, tile.t0 + r / group);
+    const Keys seen = keys_of(a, tile, token_of(a, tile, r));
     const int64_t first = seen.low - origin, last = seen.high - origin;
     soften(s + int64_t{r} * kSplit, begin, end,
            static_cast<int>(first < 0 ? 0 : first > kSplit ? kSplit : first),
@@ -372,28 +404,33 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
            missing ? bias : nullptr, a.softcap, part.m + r, part.total + r);
   }
 
-  Slots ahead(a, tile, origin + kSplit);
-  for (int j = static_cast<int>(low); j <= high; j += kPackedValues) {
-    const int left = static_cast<int>(high) + 1 - j;
-    const int n = left < kPackedValues ? left : kPackedValues;
-    const char* next[kPackedValues];
-    for (int i = 0; i < n && more; ++i) {
-      const int64_t at = ahead.next();
-      next[i] = reinterpret_cast<const char*>(static_cast<const Type*>(a.pools.k) + (at < 0 ? 0 : at));
-    }
-    const float* rows_of[kPackedValues];
-    if (sizeof(Type) == sizeof(float) && width == padded) {
-      for (int i = 0; i < n; ++i) rows_of[i] = reinterpret_cast<const float*>(values[j + i]);
-    } else {
+  const int values_at_once = few ? kLanes : kPackedValues;
+  for (int j = begin; j < end; j += values_at_once) {
+    const int left = end - j;
+    const int n = left < values_at_once ? left : values_at_once;
+    for (int head = 0; head < tile.num_heads; ++head) {
+      const Type* values[kPackedValues];
+      in.rows(a.pools.v, tile.head + head, j, n, values);
+      if (few && j + n < end) in.prefetch(a.pools.v, tile.head + head, j + n, kLanes);
+      if (few && j + n >= end && ahead > 0) {
+        in.prefetch(a.pools.k, tile.head + head, kSplit, kLanes);
+      }
+      const float* rows_of[kPackedValues];
       for (int i = 0; i < n; ++i) {
+        if (sizeof(Type) == sizeof(float) && width == padded) {
+          rows_of[i] = reinterpret_cast<const float*>(values[i]);
+          continue;
+        }
         float* const to = packed + int64_t{i} * padded;
         for (int h = 0; h < width; h += kLanes) {
-          store(to + h, load_some<E>(values[j + i] + h, width - h));
+          store(to + h, load_some<E>(values[i] + h, width - h));
         }
         rows_of[i] = to;
       }
+      const int64_t first = int64_t{head} * rows_of_head;
+      for_row_blocks<kValueRows>(rows_of_head, ValueCall{s + first * kSplit + j, rows_of, n, padded,
+                                                         part.acc + first * padded});
     }
-    for_row_blocks<kValueRows>(rows, ValueCall{s + j, rows_of, n, padded, part.acc, more ? next : nullptr, static_cast<int>(row_bytes)});
   }
 }
 
@@ -409,10 +446,10 @@ inline void attend(const Attention& a, const Tile& tile, int split, float* scrat
 // ---- Splits together --------------------------------------------------------------------------
 
 inline void begin(const Attention& a, const Tile& tile, const Part& part) {
-  const int rows = tile.rows(a), group = a.group();
+  const int rows = tile.rows(a);
   for (int r = 0; r < rows; ++r) {
     // A sink is a key with exp(sink - m) = 1 and no value.
-    part.m[r] = a.sinks == nullptr ? kUnseen : a.sinks[tile.head * group + r % group];
+    part.m[r] = a.sinks == nullptr ? kUnseen : a.sinks[head_of(a, tile, r)];
     part.total[r] = a.sinks == nullptr ? 0.0f : 1.0f;
   }
   for (int64_t i = 0; i < int64_t{rows} * a.padded_width(); ++i) part.acc[i] = 0;
@@ -437,11 +474,11 @@ inline void merge(const Attention& a, const Tile& tile, const Part& next, const 
 }
 
 inline void finish(const Attention& a, const Tile& tile, const Part& part) {
-  const int rows = tile.rows(a), group = a.group(), width = a.padded_width();
+  const int rows = tile.rows(a), width = a.padded_width();
   constexpr float kTiny = 1.17549435e-38f;  // where nothing was seen, 0 / kTiny
   for (int r = 0; r < rows; ++r) {
-    const int64_t t = int64_t{tile.row} * a.num_queries + tile.t0 + r / group;
-    float* const to = a.out + (t * a.num_heads + int64_t{tile.head} * group + r % group) * a.width;
+    const int64_t t = int64_t{tile.row} * a.num_queries + token_of(a, tile, r);
+    float* const to = a.out + (t * a.num_heads + head_of(a, tile, r)) * a.width;
     const float total = part.total[r] < kTiny ? kTiny : part.total[r];  // NaN stays
     const float* const acc = part.acc + int64_t{r} * width;
     for (int h = 0; h < a.width; ++h) to[h] = acc[h] / total;
