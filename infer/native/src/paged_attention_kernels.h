@@ -10,16 +10,17 @@ namespace infer::INFER_ISA {
 // Finite, so that a row without visible keys gives 0 rather than NaN; exp(kUnseen - m) is 0.
 constexpr float kUnseen = -1e30f;
 
-// Rows and 16-key panels (or 16-dimension columns) of a tile held in registers: 32 of 16 lanes, or
-// 16 of 8.
+// Rows of a block, and how many 16-key panels or 16-dimension columns of so many rows, whose sums are
+// held in registers: 32 of 16 lanes, or 16 of 8.  Fewer rows take more, so that enough chains of
+// multiply-adds are under way.
 constexpr int kScoreRows = INFER_AVX512 ? 8 : 6;
-constexpr int kValueRows = INFER_AVX512 ? 4 : 3;
-constexpr int kValueColumns = INFER_AVX512 ? 4 : 2;
-// Few rows take more panels, so that enough chains of multiply-adds are under way.
-constexpr int score_panels(int rows) {
-  const int registers = INFER_AVX512 ? 16 : 6;
-  return rows * 4 <= registers ? 4 : rows * 2 <= registers ? 2 : 1;
+constexpr int kValueRows = INFER_AVX512 ? 4 : 6;
+constexpr int panels_of(int rows) {
+  const int sums = INFER_AVX512 ? 16 : 6;
+  return rows * 4 <= sums ? 4 : rows * 2 <= sums ? 2 : 1;
 }
+constexpr int columns_of(int rows) { return INFER_AVX512 ? 4 : rows <= 1 ? 4 : rows <= 2 ? 2 : 1; }
+
 constexpr int kPackedPanels = 4;
 // Values converted at a time, to stay in the first cache.
 constexpr int kPackedValues = 32;
@@ -87,7 +88,7 @@ INFER_INLINE void score_block(const float* q, int width, const float* panels, in
 template <int R>
 void score_rows(const float* q, int width, const float* panels, int64_t panel_stride,
                 int num_panels, float* s) {
-  constexpr int C = score_panels(R);
+  constexpr int C = panels_of(R);
   int c = 0;
   for (; c + C <= num_panels; c += C) {
     score_block<R, C>(q, width, panels + c * panel_stride, panel_stride, s + c * kLanes);
@@ -121,21 +122,28 @@ INFER_INLINE void value_block(const float* p, const float* const* v, int n, int 
 
 template <int R>
 void value_rows(const float* p, const float* const* v, int n, int width, float* acc) {
+  constexpr int C = columns_of(R);
   int column = 0;
-  for (; column + kValueColumns * kLanes <= width; column += kValueColumns * kLanes) {
-    value_block<R, kValueColumns>(p, v, n, column, acc, width);
+  for (; column + C * kLanes <= width; column += C * kLanes) {
+    value_block<R, C>(p, v, n, column, acc, width);
   }
   for (; column < width; column += kLanes) value_block<R, 1>(p, v, n, column, acc, width);
 }
 
-// Call f<R> on the rows in blocks of at most `most` rows.
+template <int R, typename F>
+INFER_INLINE void last_block(int r, int left, F f) {
+  if constexpr (R > 0) {
+    if (left == R) return f.template operator()<R>(r);
+    last_block<R - 1>(r, left, f);
+  }
+}
+
+// Call f<R>(first row) on blocks of `most` rows and one of what is left.
 template <int most, typename F>
 INFER_INLINE void for_row_blocks(int rows, F f) {
   int r = 0;
   for (; r + most <= rows; r += most) f.template operator()<most>(r);
-  if constexpr (most > 1) {
-    if (r < rows) f.rest(r, rows - r);
-  }
+  last_block<most - 1>(r, rows - r, f);
 }
 
 struct ScoreCall {
@@ -149,17 +157,6 @@ struct ScoreCall {
   void operator()(int r) const {
     score_rows<R>(q + int64_t{r} * width, width, panels, panel_stride, num_panels, s + r * kSplit);
   }
-  void rest(int r, int n) const {
-    switch (n) {
-      case 1: return operator()<1>(r);
-      case 2: return operator()<2>(r);
-      case 3: return operator()<3>(r);
-      case 4: return operator()<4>(r);
-      case 5: return operator()<5>(r);
-      case 6: return operator()<6>(r);
-      default: return operator()<7>(r);
-    }
-  }
 };
 
 struct ValueCall {
@@ -170,13 +167,6 @@ struct ValueCall {
   template <int R>
   void operator()(int r) const {
     value_rows<R>(p + r * kSplit, v, n, width, acc + int64_t{r} * width);
-  }
-  void rest(int r, int n) const {
-    switch (n) {
-      case 1: return operator()<1>(r);
-      case 2: return operator()<2>(r);
-      default: return operator()<3>(r);
-    }
   }
 };
 
@@ -481,7 +471,9 @@ inline void finish(const Attention& a, const Tile& tile, const Part& part) {
     float* const to = a.out + (t * a.num_heads + head_of(a, tile, r)) * a.width;
     const float total = part.total[r] < kTiny ? kTiny : part.total[r];  // NaN stays
     const float* const acc = part.acc + int64_t{r} * width;
-    for (int h = 0; h < a.width; ++h) to[h] = acc[h] / total;
+    int h = 0;
+    for (; h + kLanes <= a.width; h += kLanes) store(to + h, div(load(acc + h), set1(total)));
+    for (; h < a.width; ++h) to[h] = acc[h] / total;
   }
 }
 
