@@ -255,9 +255,7 @@ def test_dense_attention_equals_the_xla_form(window, softcap, sink) -> None:
     # More keys than queries, and fewer.
     for keys in (150, 100):
         grown = [jnp.pad(x, ((0, 0), (0, 10), (0, 0), (0, 0)))[:, :keys] for x in (k, v)]
-        np.testing.assert_array_equal(
-            dense_attention(q, *grown, **options)[:, :100], got[:, :100]
-        )
+        np.testing.assert_array_equal(dense_attention(q, *grown, **options)[:, :100], got[:, :100])
     # Dense and paged keys give the same bits.
     k_pages, v_pages, table = paged(rows, 16)
     positions = jnp.broadcast_to(jnp.arange(140, dtype=jnp.int32), (2, 140))
@@ -318,7 +316,7 @@ def test_a_tokens_bits_do_not_depend_on_its_chunk_or_batch(case) -> None:
 
 
 def test_bits_do_not_depend_on_threads_or_instruction_set() -> None:
-    code = "from tests.native.test_paged_attention import digest, native; print(native.isa(), digest())"
+    code = "import tests.native.test_paged_attention as t; print(t.native.isa(), t.digest())"
     seen = {}
     for isa, threads in (("avx2", 1), ("avx2", 3), ("avx512", 2), ("avx512", 3)):
         env = {**os.environ, "INFER_NATIVE_ISA": isa, "INFER_NUM_THREADS": str(threads)}
