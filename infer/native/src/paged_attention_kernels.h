@@ -29,14 +29,22 @@ constexpr int kPackedValues = 32;
 
 struct ElementF32 {
   using Type = float;
+  static constexpr bool kPaired = false;
   static INFER_INLINE F32 load(const Type* p) { return INFER_ISA::load(p); }
 };
 struct ElementBf16 {
   using Type = uint16_t;
   static INFER_INLINE F32 load(const Type* p) { return load_bf16(p); }
+  // Of two elements in a lane.
+  static constexpr bool kPaired = true;
+  static INFER_INLINE F32 first(F32 x) { return bits_to_f32(shift_left<16>(to_bits(x))); }
+  static INFER_INLINE F32 second(F32 x) {
+    return bits_to_f32(bit_and(to_bits(x), set1_i32(static_cast<int32_t>(0xffff0000))));
+  }
 };
 struct ElementF16 {
   using Type = uint16_t;
+  static constexpr bool kPaired = false;
   static INFER_INLINE F32 load(const Type* p) { return load_f16(p); }
 };
 
@@ -194,12 +202,26 @@ template <typename E>
 INFER_INLINE void pack_keys(const typename E::Type* const* keys,
                             int num_panels, int width, int64_t panel_stride, float* panels) {
   for (int c = 0; c < num_panels; ++c) {
-    for (int h = 0; h < width; h += kLanes) {
+    const typename E::Type* const* const from = keys + c * kLanes;
+    float* const to = panels + c * panel_stride;
+    int h = 0;
+    if constexpr (E::kPaired) {
+      // Two elements change places as one lane.
+      for (; h + 2 * kLanes <= width; h += 2 * kLanes) {
+        F32 x[kLanes];
+        for (int j = 0; j < kLanes; ++j) x[j] = load(reinterpret_cast<const float*>(from[j] + h));
+        transpose16(x);
+        for (int j = 0; j < kLanes; ++j) {
+          store(to + (h + 2 * j) * kLanes, E::first(x[j]));
+          store(to + (h + 2 * j + 1) * kLanes, E::second(x[j]));
+        }
+      }
+    }
+    for (; h < width; h += kLanes) {
       F32 x[kLanes];
-      for (int j = 0; j < kLanes; ++j) x[j] = load_some<E>(keys[c * kLanes + j] + h, width - h);
+      for (int j = 0; j < kLanes; ++j) x[j] = load_some<E>(from[j] + h, width - h);
       transpose16(x);
-      float* to = panels + c * panel_stride + h * kLanes;
-      for (int j = 0; j < kLanes; ++j) store(to + j * kLanes, x[j]);
+      for (int j = 0; j < kLanes; ++j) store(to + (h + j) * kLanes, x[j]);
     }
   }
 }
