@@ -10,7 +10,7 @@ from infer.native import build
 
 @pytest.fixture(scope="session", autouse=True)
 def _library() -> None:
-    with open(build.LIBRARY.with_suffix(".lock"), "w") as lock:
+    with open(build.__file__) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one worker builds, the others wait
         if not build.is_fresh():
             try:

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer.native import repack as repacking
 from infer.native.linear import linear
 from infer.native.repack import repack
 from infer.quant.blocks import FORMATS as BLOCKS
@@ -48,3 +49,11 @@ def test_what_has_no_kernel_is_not_implemented() -> None:
 def test_floats_keep_their_dtype() -> None:
     for name, dtype in FLOATS.items():
         assert repack(jnp.zeros((4, 32), dtype)).format == name
+
+
+def test_no_second_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    zeros = repacking._aligned_zeros
+    monkeypatch.setattr(repacking, "_aligned_zeros", lambda s: made.append(zeros(s)) or made[-1])
+    packed = repack(random_weight("Q8_0", (4096, 256)))
+    assert packed.data.unsafe_buffer_pointer() == made[0].ctypes.data

@@ -14,7 +14,8 @@ void do_hidden(const Kernels& k, const Weight& gate, const Weight& up, Activatio
     for (bool is_gate : {true, false}) {
       k.panel(is_gate ? gate : up, x, row, count, 2 * group + half, tile);
       for (int i = 0; i < count; ++i) {
-        std::copy_n(tile + kPanel * i, kPanel, (is_gate ? gates : ups) + kGroup * i + kPanel * half);
+        float* to = (is_gate ? gates : ups) + kGroup * i + kPanel * half;
+        std::copy_n(tile + kPanel * i, kPanel, to);
       }
     }
   }

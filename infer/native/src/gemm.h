@@ -1,9 +1,10 @@
 // Weights times activations: the data, and the kernels that each instruction set has.
 //
-// A weight [out, in] is repacked into panels of 16 output rows (infer/native/repack.py), so that one
-// vector lane is one output row.  Activations are quantised per row and group of 32 to int8:
+// A weight [out, in] is repacked into panels of 16 output rows (infer/native/repack.py), so that
+// one vector lane is one output row.  Activations are quantised per row and group of 32 to int8:
 //
-//     d = max|x| / 127,  q = round(x / d),  y_o = sum over groups of d * (scale_o * sum(w q) + min_o * sum(q))
+//     d = max|x| / 127,  q = round(x / d)
+//     y_o = sum over groups of d * (scale_o * sum(w q) + min_o * sum(q))
 //
 // The sums in a group are exact in int32, and each lane adds its groups in order with one chain of
 // fused multiply-adds.  So the bits of a row's result depend on that row and the weight alone: not
@@ -79,8 +80,8 @@ struct LogitStats {
 enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
 
 struct Kernels {
-  // Row `row` of `to` := the RMS norm of x [in] (or x itself where gain is null), quantised if to.q,
-  // copied if to.x.  x may be to.x's own row.
+  // Row `row` of `to` := the RMS norm of x [in], or x itself where gain is null; quantised if there
+  // is to.q, copied if there is to.x.
   void (*prepare)(const float* x, const float* gain, float eps, const Rows& to, int row);
 
   // The same of one group x [32].

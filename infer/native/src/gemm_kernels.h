@@ -65,8 +65,8 @@ INFER_INLINE void unpack_bytes(const uint8_t* p, U8x64* codes) {
 struct Group {
   U8x64 codes[8];
   F32 scale;
-  F32 min;         // only where the format has minima
-  I32 c0, c1;      // only Q6_K: scales of the two halves
+  F32 min;     // only where the format has minima
+  I32 c0, c1;  // only Q6_K: scales of the two halves
 };
 
 // Blocks of 32: codes, then d, then maybe m, as float16 [16].
@@ -88,7 +88,8 @@ struct Block32 {
   }
 };
 
-// Q4_K and Q5_K: d and dmin as float16 [16]; then eight times codes, scales and minima as bytes [16].
+// Q4_K and Q5_K: d and dmin as float16 [16]; then eight times codes, and scales and minima as
+// bytes [16].
 template <int bits_>
 struct BlockK {
   static constexpr int kBits = bits_, kZero = 0;
@@ -162,8 +163,9 @@ void tile(const uint8_t* p, const Rows& x, int row, float* y) {
         const int8_t* qg = q + static_cast<int64_t>(m) * in + kGroup * (k + i);
         I32 s;
         if constexpr (F::kHalves) {  // at most 2^24: exact as float32
-          s = add(mul(w.c0, dot<F::kBits, F::kZero, 4>(w.codes, qg, minus_sum[2 * g])),
-                  mul(w.c1, dot<F::kBits, F::kZero, 4>(w.codes + 4, qg + 16, minus_sum[2 * g + 1])));
+          const int32_t* minus = minus_sum + 2 * g;
+          s = add(mul(w.c0, dot<F::kBits, F::kZero, 4>(w.codes, qg, minus[0])),
+                  mul(w.c1, dot<F::kBits, F::kZero, 4>(w.codes + 4, qg + 16, minus[1])));
         } else {
           const int32_t minus = F::kZero ? minus_sum[2 * g] + minus_sum[2 * g + 1] : 0;
           s = dot<F::kBits, F::kZero, 8>(w.codes, qg, minus);
@@ -256,7 +258,8 @@ float inverse_rms(const float* x, int n, float eps) {
 INFER_INLINE void quantize_group(F32 a, F32 b, const Rows& to, int64_t group) {
   // As integers the magnitudes sort likewise, with NaN above all: it ends in d, and in the result.
   const I32 magnitude = set1_i32(0x7fffffff);
-  const int32_t bits = reduce_max(max(bit_and(to_bits(a), magnitude), bit_and(to_bits(b), magnitude)));
+  const int32_t bits =
+      reduce_max(max(bit_and(to_bits(a), magnitude), bit_and(to_bits(b), magnitude)));
   float most;
   __builtin_memcpy(&most, &bits, sizeof most);
   const float d = most / 127.0f;
@@ -277,7 +280,9 @@ INFER_INLINE void put_group(F32 a, F32 b, const Rows& to, int row, int group) {
     store(copy, a);
     store(copy + kLanes, b);
   }
-  if (to.q != nullptr) quantize_group(a, b, to, static_cast<int64_t>(row) * (to.in / kGroup) + group);
+  if (to.q != nullptr) {
+    quantize_group(a, b, to, static_cast<int64_t>(row) * (to.in / kGroup) + group);
+  }
 }
 
 void prepare(const float* x, const float* gain, float eps, const Rows& to, int row) {

@@ -1,5 +1,7 @@
 #include "isa.h"
 
+#include <cpuid.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -19,11 +21,16 @@ struct Choice {
   char error[160] = "";
 };
 
+bool has_f16c() {  // clang 16 has no builtin for it
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
 Isa isa_of_cpu() {
   // These builtins ask the operating system too (XGETBV): it must save the wide registers.
   __builtin_cpu_init();
   if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("f16c"))) {
+        has_f16c())) {
     return Isa::kNone;
   }
   if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -180,7 +180,9 @@ template <typename T>
 void transpose(const uint8_t* from, int64_t row_bytes, int rows, int in, uint8_t* panel) {
   for (int r = 0; r < rows; ++r) {
     const uint8_t* row = from + r * row_bytes;
-    for (int k = 0; k < in; ++k) std::memcpy(panel + sizeof(T) * (kPanel * k + r), row + sizeof(T) * k, sizeof(T));
+    for (int k = 0; k < in; ++k) {
+      std::memcpy(panel + sizeof(T) * (kPanel * k + r), row + sizeof(T) * k, sizeof(T));
+    }
   }
 }
 
