@@ -23,13 +23,19 @@ constexpr int kTileRows = 48;
 // With no more rows than these, the time goes into reading keys and values.
 constexpr int kFewRows = 16;
 
-enum class PoolType { kF32, kBf16, kF16 };
+enum class PoolType { kF32, kBf16, kF16, kI8 };
+inline int bytes_of(PoolType type) {
+  return type == PoolType::kF32 ? 4 : type == PoolType::kI8 ? 1 : 2;
+}
 
-// Keys and values of all sequences; strides count elements.
+// Keys and values of all sequences, a row [H] a token and key head; strides count rows.  Where there
+// are scales, row i stands for its numbers times scale i.
 struct Pools {
   PoolType type;
   const void* k;
   const void* v;
+  const float* k_scales;  // null but for kI8
+  const float* v_scales;
   int64_t num_pages;
   int page_size;
   int64_t page_stride, head_stride, token_stride;

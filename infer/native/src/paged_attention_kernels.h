@@ -29,14 +29,14 @@ constexpr int kPackedValues = 32;
 
 struct ElementF32 {
   using Type = float;
-  static constexpr bool kPaired = false;
+  static constexpr bool kPaired = false, kScaled = false;
   static INFER_INLINE F32 load(const Type* p) { return INFER_ISA::load(p); }
 };
 struct ElementBf16 {
   using Type = uint16_t;
   static INFER_INLINE F32 load(const Type* p) { return load_bf16(p); }
   // Of two elements in a lane.
-  static constexpr bool kPaired = true;
+  static constexpr bool kPaired = true, kScaled = false;
   static INFER_INLINE F32 first(F32 x) { return bits_to_f32(shift_left<16>(to_bits(x))); }
   static INFER_INLINE F32 second(F32 x) {
     return bits_to_f32(bit_and(to_bits(x), set1_i32(static_cast<int32_t>(0xffff0000))));
@@ -44,8 +44,13 @@ struct ElementBf16 {
 };
 struct ElementF16 {
   using Type = uint16_t;
-  static constexpr bool kPaired = false;
+  static constexpr bool kPaired = false, kScaled = false;
   static INFER_INLINE F32 load(const Type* p) { return load_f16(p); }
+};
+struct ElementI8 {
+  using Type = int8_t;
+  static constexpr bool kPaired = false, kScaled = true;
+  static INFER_INLINE F32 load(const Type* p) { return to_f32(load_i8(p)); }
 };
 
 // n elements, the other lanes 0; reads no further.
@@ -197,9 +202,9 @@ INFER_INLINE Keys keys_of(const Attention& a, const Tile& tile, int t) {
   return {first > 0 ? first : 0, i};
 }
 
-// panels [c][width, 16] := 16 keys each, transposed.
+// panels [c][width, 16] := 16 keys each, transposed, and scaled where the elements are.
 template <typename E>
-INFER_INLINE void pack_keys(const typename E::Type* const* keys,
+INFER_INLINE void pack_keys(const typename E::Type* const* keys, const float* scales,
                             int num_panels, int width, int64_t panel_stride, float* panels) {
   for (int c = 0; c < num_panels; ++c) {
     const typename E::Type* const* const from = keys + c * kLanes;
@@ -221,7 +226,10 @@ INFER_INLINE void pack_keys(const typename E::Type* const* keys,
       F32 x[kLanes];
       for (int j = 0; j < kLanes; ++j) x[j] = load_some<E>(from[j] + h, width - h);
       transpose16(x);
-      for (int j = 0; j < kLanes; ++j) store(to + (h + j) * kLanes, x[j]);
+      for (int j = 0; j < kLanes; ++j) {
+        if constexpr (E::kScaled) x[j] = mul(x[j], load(scales + c * kLanes));
+        store(to + (h + j) * kLanes, x[j]);
+      }
     }
   }
 }
@@ -268,7 +276,7 @@ class Slots {
         column_(position / a.pools.page_size),
         slot_(static_cast<int>(position % a.pools.page_size)) {}
 
-  // Where the next key's elements of head 0 begin in a pool, or -1 where there is no page.
+  // The row of the next key and head 0 in the pools, or -1 where there is no page.
   INFER_INLINE int64_t next() {
     const int64_t page = column_ < pages_ ? table_[column_] : -1;
     const int64_t at = page >= 0 && page < pools_.num_pages
@@ -295,25 +303,34 @@ struct Split {
   const Attention& a;
   const Tile& tile;
   const Type* nothing;  // a row of zeros, for a key nobody sees: its memory may be stale
-  // Where each key's row of head 0 begins, or -1; of this split, and of the start of the next.
+  // The row of each key and head 0, or -1; of this split, and of the start of the next.
   int64_t at[kSplit + kLanes];
 
+  INFER_INLINE int64_t row(int head, int j) const {
+    return at[j] < 0 ? -1 : at[j] + head * a.pools.head_stride;
+  }
   INFER_INLINE void rows(const void* pool, int head, int j, int n, const Type** to) const {
-    const Type* const from = static_cast<const Type*>(pool) + head * a.pools.head_stride;
-    for (int i = 0; i < n; ++i) to[i] = at[j + i] < 0 ? nothing : from + at[j + i];
+    for (int i = 0; i < n; ++i) {
+      const int64_t r = row(head, j + i);
+      to[i] = r < 0 ? nothing : static_cast<const Type*>(pool) + r * a.width;
+    }
+  }
+  INFER_INLINE void scales(const float* all, int head, int j, int n, float* to) const {
+    for (int i = 0; i < n; ++i) {
+      const int64_t r = row(head, j + i);
+      to[i] = r < 0 ? 0 : all[r];
+    }
   }
 
   // Pages are small and scattered, which the hardware does not foresee.  Asked for little by little
   // between other work, rows arrive while it is done.
   INFER_INLINE void prefetch(const void* pool, int head, int j, int n) const {
-    const char* const from = static_cast<const char*>(pool);
+    const int64_t bytes = a.width * static_cast<int64_t>(sizeof(Type));
     for (int i = 0; i < n; ++i) {
-      if (at[j + i] < 0) continue;
-      const char* const row =
-          from + (head * a.pools.head_stride + at[j + i]) * static_cast<int64_t>(sizeof(Type));
-      for (int b = 0; b < a.width * static_cast<int>(sizeof(Type)); b += 64) {
-        _mm_prefetch(row + b, _MM_HINT_T0);
-      }
+      const int64_t r = row(head, j + i);
+      if (r < 0) continue;
+      const char* const from = static_cast<const char*>(pool) + r * bytes;
+      for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch(from + b, _MM_HINT_T0);
     }
   }
 };
@@ -392,13 +409,17 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
     const int num_panels = left < panels_at_once ? left : panels_at_once;
     for (int head = 0; head < tile.num_heads; ++head) {
       const Type* keys[kPackedPanels * kLanes];
+      float scales[kPackedPanels * kLanes];
       in.rows(a.pools.k, tile.head + head, j, num_panels * kLanes, keys);
+      if constexpr (E::kScaled) {
+        in.scales(a.pools.k_scales, tile.head + head, j, num_panels * kLanes, scales);
+      }
       // What is needed next: this head's next keys, or at the end its first values.
       const bool last = j + kLanes >= end;
       const void* const next_pool = last ? a.pools.v : a.pools.k;
       const int next = last ? begin : j + kLanes;
       if (few) in.prefetch(next_pool, tile.head + head, next, kLanes / 2);
-      pack_keys<E>(keys, num_panels, width, panel_stride, panels);
+      pack_keys<E>(keys, scales, num_panels, width, panel_stride, panels);
       if (few) in.prefetch(next_pool, tile.head + head, next + kLanes / 2, kLanes / 2);
       const int64_t first = int64_t{head} * rows_of_head;
       for_row_blocks<kScoreRows>(rows_of_head,
@@ -422,7 +443,9 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
     const int n = left < values_at_once ? left : values_at_once;
     for (int head = 0; head < tile.num_heads; ++head) {
       const Type* values[kPackedValues];
+      float scales[kPackedValues];
       in.rows(a.pools.v, tile.head + head, j, n, values);
+      if constexpr (E::kScaled) in.scales(a.pools.v_scales, tile.head + head, j, n, scales);
       if (few && j + n < end) in.prefetch(a.pools.v, tile.head + head, j + n, kLanes);
       if (few && j + n >= end && ahead > 0) {
         in.prefetch(a.pools.k, tile.head + head, kSplit, kLanes);
@@ -435,7 +458,9 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
         }
         float* const to = packed + int64_t{i} * padded;
         for (int h = 0; h < width; h += kLanes) {
-          store(to + h, load_some<E>(values[i] + h, width - h));
+          F32 x = load_some<E>(values[i] + h, width - h);
+          if constexpr (E::kScaled) x = mul(x, set1(scales[i]));
+          store(to + h, x);
         }
         rows_of[i] = to;
       }
@@ -452,6 +477,7 @@ inline void attend(const Attention& a, const Tile& tile, int split, float* scrat
     case PoolType::kF32: return attend_in<ElementF32>(a, tile, split, scratch, part);
     case PoolType::kBf16: return attend_in<ElementBf16>(a, tile, split, scratch, part);
     case PoolType::kF16: return attend_in<ElementF16>(a, tile, split, scratch, part);
+    case PoolType::kI8: return attend_in<ElementI8>(a, tile, split, scratch, part);
   }
 }
 
