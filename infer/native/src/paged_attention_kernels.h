@@ -112,17 +112,17 @@ void score_rows(const float* q, int width, const float* panels, int64_t panel_st
 }
 
 // acc [R, C * 16] += p [R, n] times the rows v [n] from `column` on, keys in order.
-template <int R, int C>
-INFER_INLINE void value_block(const float* p, const float* const* v, int n, int column, float* acc,
-                              int64_t acc_stride) {
+template <typename E, int R, int C>
+INFER_INLINE void value_block(const float* p, const typename E::Type* const* v, int n, int column,
+                              float* acc, int64_t acc_stride) {
   F32 sum[R][C];
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) sum[r][c] = load(acc + r * acc_stride + column + c * kLanes);
   }
   for (int j = 0; j < n; ++j) {
-    const float* from = v[j] + column;
+    const typename E::Type* from = v[j] + column;
     F32 x[C];
-    for (int c = 0; c < C; ++c) x[c] = load(from + c * kLanes);
+    for (int c = 0; c < C; ++c) x[c] = E::load(from + c * kLanes);
     for (int r = 0; r < R; ++r) {
       const F32 weight = set1(p[r * kSplit + j]);
       for (int c = 0; c < C; ++c) sum[r][c] = fma(weight, x[c], sum[r][c]);
@@ -133,14 +133,14 @@ INFER_INLINE void value_block(const float* p, const float* const* v, int n, int 
   }
 }
 
-template <int R>
-void value_rows(const float* p, const float* const* v, int n, int width, float* acc) {
+template <typename E, int R>
+void value_rows(const float* p, const typename E::Type* const* v, int n, int width, float* acc) {
   constexpr int C = columns_of(R);
   int column = 0;
   for (; column + C * kLanes <= width; column += C * kLanes) {
-    value_block<R, C>(p, v, n, column, acc, width);
+    value_block<E, R, C>(p, v, n, column, acc, width);
   }
-  for (; column < width; column += kLanes) value_block<R, 1>(p, v, n, column, acc, width);
+  for (; column < width; column += kLanes) value_block<E, R, 1>(p, v, n, column, acc, width);
 }
 
 template <int R, typename F>
@@ -172,14 +172,15 @@ struct ScoreCall {
   }
 };
 
+template <typename E>
 struct ValueCall {
   const float* p;
-  const float* const* v;
+  const typename E::Type* const* v;
   int n, width;
   float* acc;
   template <int R>
   void operator()(int r) const {
-    value_rows<R>(p + r * kSplit, v, n, width, acc + int64_t{r} * width);
+    value_rows<E, R>(p + r * kSplit, v, n, width, acc + int64_t{r} * width);
   }
 };
 
@@ -437,6 +438,9 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
            missing ? bias : nullptr, a.softcap, part.m + r, part.total + r);
   }
 
+  // Values are read as they lie where that is possible and not done over and over.
+  const bool direct = !E::kScaled && width == padded &&
+                      (sizeof(Type) == sizeof(float) || rows_of_head <= 2 * kValueRows);
   const int values_at_once = few ? kLanes : kPackedValues;
   for (int j = begin; j < end; j += values_at_once) {
     const int left = end - j;
@@ -450,12 +454,15 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
       if (few && j + n >= end && ahead > 0) {
         in.prefetch(a.pools.k, tile.head + head, kSplit, kLanes);
       }
+      const int64_t first = int64_t{head} * rows_of_head;
+      const float* const p = s + first * kSplit + j;
+      float* const acc = part.acc + first * padded;
+      if (direct) {
+        for_row_blocks<kValueRows>(rows_of_head, ValueCall<E>{p, values, n, padded, acc});
+        continue;
+      }
       const float* rows_of[kPackedValues];
       for (int i = 0; i < n; ++i) {
-        if (sizeof(Type) == sizeof(float) && width == padded) {
-          rows_of[i] = reinterpret_cast<const float*>(values[i]);
-          continue;
-        }
         float* const to = packed + int64_t{i} * padded;
         for (int h = 0; h < width; h += kLanes) {
           F32 x = load_some<E>(values[i] + h, width - h);
@@ -464,9 +471,7 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
         }
         rows_of[i] = to;
       }
-      const int64_t first = int64_t{head} * rows_of_head;
-      for_row_blocks<kValueRows>(rows_of_head, ValueCall{s + first * kSplit + j, rows_of, n, padded,
-                                                         part.acc + first * padded});
+      for_row_blocks<kValueRows>(rows_of_head, ValueCall<ElementF32>{p, rows_of, n, padded, acc});
     }
   }
 }
