@@ -3,12 +3,13 @@
 // The keys of a sequence are cut at absolute positions 0, 128, 256, ...  A split is attended to on
 // its own,
 //
-//     m = max s_j,  p_j = exp(s_j - m),  total = sum p_j,  acc = sum p_j v_j   over its visible keys,
+//     m = max s_j,  p_j = exp(s_j - m),  total = sum p_j,  acc = sum p_j v_j
 //
-// and the splits of a query are merged in order, as in online softmax.  Every sum has one order: a
-// score adds its products from dimension 0 up, acc its keys from the first up, total 16 keys at a
-// time.  So a query's bits depend on its own keys alone: not on the chunk or batch it came in, the
-// thread that had it, the instruction set, or whether splits were computed side by side.
+// over its visible keys, and the splits of a query are merged in order, as in online softmax.  Every
+// sum has one order: a score adds its products from dimension 0 up, acc its keys from the first up,
+// total 16 keys at a time.  So a query's bits depend on its own keys alone: not on the chunk or
+// batch it came in, the thread that had it, the instruction set, or whether splits were computed
+// side by side.  (Values must be finite: those that only later queries of a tile see count 0 times.)
 // Source: Dao 2023, Flash-Decoding.
 #pragma once
 
@@ -28,8 +29,8 @@ inline int bytes_of(PoolType type) {
   return type == PoolType::kF32 ? 4 : type == PoolType::kI8 ? 1 : 2;
 }
 
-// Keys and values of all sequences, a row [H] a token and key head; strides count rows.  Where there
-// are scales, row i stands for its numbers times scale i.
+// Keys and values of all sequences, a row [H] a token and key head; strides count rows.  Where
+// there are scales, row i stands for its numbers times scale i.
 struct Pools {
   PoolType type;
   const void* k;

@@ -10,9 +10,9 @@ namespace infer::INFER_ISA {
 // Finite, so that a row without visible keys gives 0 rather than NaN; exp(kUnseen - m) is 0.
 constexpr float kUnseen = -1e30f;
 
-// Rows of a block, and how many 16-key panels or 16-dimension columns of so many rows, whose sums are
-// held in registers: 32 of 16 lanes, or 16 of 8.  Fewer rows take more, so that enough chains of
-// multiply-adds are under way.
+// Rows of a block, and how many 16-key panels or 16-dimension columns of so many rows, whose sums
+// are held in registers: 32 of 16 lanes, or 16 of 8.  Fewer rows take more, so that enough chains
+// of multiply-adds are under way.
 constexpr int kScoreRows = INFER_AVX512 ? 8 : 6;
 constexpr int kValueRows = INFER_AVX512 ? 4 : 6;
 constexpr int panels_of(int rows) {
@@ -302,7 +302,6 @@ template <typename E>
 struct Split {
   using Type = typename E::Type;
   const Attention& a;
-  const Tile& tile;
   const Type* nothing;  // a row of zeros, for a key nobody sees: its memory may be stale
   // The row of each key and head 0, or -1; of this split, and of the start of the next.
   int64_t at[kSplit + kLanes];
@@ -371,7 +370,7 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
   const int begin = static_cast<int>(low) / kLanes * kLanes;
   const int end = (static_cast<int>(high) / kLanes + 1) * kLanes;
 
-  Split<E> in = {a, tile, reinterpret_cast<const Type*>(zeros), {}};
+  Split<E> in = {a, reinterpret_cast<const Type*>(zeros), {}};
   alignas(64) float bias[kSplit];
   bool missing = false;
   {

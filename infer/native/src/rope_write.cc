@@ -61,8 +61,8 @@ struct Operands {
 
 // y [width] := x with dimensions i and i + half turned by the angle of cos[i] and sin[i].
 template <typename To>
-void turn(const float* __restrict x, const float* cos, const float* sin, int64_t half, int64_t width,
-          typename To::Type* __restrict y) {
+void turn(const float* __restrict x, const float* cos, const float* sin, int64_t half,
+          int64_t width, typename To::Type* __restrict y) {
   for (int64_t i = 0; i < half; ++i) y[i] = To::from(x[i] * cos[i] - x[half + i] * sin[i]);
   for (int64_t i = 0; i < half; ++i) {
     y[half + i] = To::from(x[half + i] * cos[i] + x[i] * sin[i]);
