@@ -436,3 +436,25 @@ def test_pages_without_tokens_and_pools_without_heads_are_refused() -> None:
     for scales in ((good, none), (none, good), (good[:4], good), (good.astype(jnp.int32), good)):
         with pytest.raises(jax.errors.JaxRuntimeError, match="int8 pools need float32 scales"):
             jax.block_until_ready(_raw(*args, *scales, ints, ints, none))
+
+
+def test_bad_dense_operands_are_refused() -> None:
+    native.library()
+    q, k = jnp.zeros((2, 3, 4, 16)), jnp.zeros((2, 5, 2, 16))
+    call = jax.ffi.ffi_call("infer_dense_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    run = lambda *operands: jax.block_until_ready(
+        call(*operands, scale=np.float32(1), softcap=np.float32(0), window=np.int64(9))
+    )
+    none = jnp.zeros(0)
+    run(q, k, k, none)
+    int8 = k.astype(jnp.int8)
+    for operands, message in (
+        ((q, k[:1], k, none), "do not fit"),
+        ((q, k, k[:, :4], none), "do not fit"),
+        ((q, k[..., :8], k[..., :8], none), "do not fit"),
+        ((q, k[:, :, :0], k[:, :, :0], none), "not a multiple"),
+        ((q, k, k, jnp.zeros(2)), "one for each head"),
+        ((q, int8, int8, none), "cannot be int8"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            run(*operands)

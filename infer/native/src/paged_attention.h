@@ -5,11 +5,12 @@
 //
 //     m = max s_j,  p_j = exp(s_j - m),  total = sum p_j,  acc = sum p_j v_j
 //
-// over its visible keys, and the splits of a query are merged in order, as in online softmax.  Every
-// sum has one order: a score adds its products from dimension 0 up, acc its keys from the first up,
-// total 16 keys at a time.  So a query's bits depend on its own keys alone: not on the chunk or
-// batch it came in, the thread that had it, the instruction set, or whether splits were computed
-// side by side.  (Values must be finite: those that only later queries of a tile see count 0 times.)
+// over its visible keys, and the splits of a query are merged in order, as in online softmax.
+// Every sum has one order: a score adds its products from dimension 0 up, acc its keys from the
+// first up, total 16 keys at a time.  So a query's bits depend on its own keys alone: not on the
+// chunk or batch it came in, the thread that had it, the instruction set, or whether splits were
+// computed side by side.  (Where values are finite: those that only later queries of a tile see
+// are multiplied by 0.)
 // Source: Dao 2023, Flash-Decoding.
 #pragma once
 
