@@ -43,16 +43,10 @@ struct Work {
   int splits() const { return end_split - first_split; }
 };
 
-// Bytes of a split's keys that still lie in the second cache when its values have passed.
-constexpr int64_t kSplitBytes = 128 << 10;
-
-// Key heads in a tile.  Where there are few rows, one reads all heads, which lie side by side; but
-// no more than fit the cache, and not so many that threads go idle.
+// Key heads in a tile.  Where there are few rows, one reads all heads, which lie side by side in
+// memory, unless threads would go idle.
 int heads_at_once(const Attention& a, int rows, int64_t splits) {
-  if (rows > kFewRows) return 1;
-  const int64_t bytes = int64_t{kSplit} * a.width * bytes_of(a.pools.type);
-  const int64_t fit = std::max<int64_t>(1, kSplitBytes / bytes);
-  int heads = static_cast<int>(std::min<int64_t>(a.num_kv, fit));
+  int heads = rows > kFewRows ? 1 : a.num_kv;
   while (heads > 1 && splits * ((a.num_kv + heads - 1) / heads) < 2 * num_threads()) --heads;
   return heads;
 }

@@ -26,9 +26,6 @@ constexpr int kTileRows = 48;
 constexpr int kFewRows = 16;
 
 enum class PoolType { kF32, kBf16, kF16, kI8 };
-inline int bytes_of(PoolType type) {
-  return type == PoolType::kF32 ? 4 : type == PoolType::kI8 ? 1 : 2;
-}
 
 // Keys and values of all sequences, a row [H] a token and key head; strides count rows.  Where
 // there are scales, row i stands for its numbers times scale i.
