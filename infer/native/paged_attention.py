@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 
 from infer import native
 
@@ -19,8 +19,8 @@ _NO_WINDOW = 2**40
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P K U H"],
-    v_pages: Float[Array, "P K U H"],
+    k_pages: Num[Array, "P K U H"],
+    v_pages: Num[Array, "P K U H"],
     page_table: Int[Array, "B M"],
     positions: Int[Array, "B T"],
     *,
@@ -28,12 +28,15 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    k_scales: Float[Array, "P K U"] | None = None,
+    v_scales: Float[Array, "P K U"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Return causal attention of T queries a row over that row's pages.
 
     Args:
         q: queries.
-        k_pages: key pool, float32, bfloat16 or float16; the queries' own keys are already written.
+        k_pages: key pool, float32, bfloat16, float16 or int8; the queries' own keys are already
+            written.
         v_pages: value pool.
         page_table: pages of each row; an entry outside [0, P) is no page, and its keys are not
             seen.
@@ -43,8 +46,12 @@ def paged_attention(
         window: visible keys, the query's own included; None for all.
         softcap: bound of scores by tanh, or None.
         sinks: a logit a head that joins the denominator only, or None.
+        k_scales: of int8 keys, one a token and head, as `infer.pallas.kv_formats` defines them.
+        v_scales: of int8 values.
     """
-    operands = (q.astype(jnp.float32), k_pages, v_pages, page_table, positions)
+    none = jnp.zeros(0, jnp.float32)
+    scales = (none if x is None else x.astype(jnp.float32) for x in (k_scales, v_scales))
+    operands = (q.astype(jnp.float32), k_pages, v_pages, *scales, page_table, positions)
     return _call("infer_paged_attention", q, operands, scale, window, softcap, sinks)
 
 

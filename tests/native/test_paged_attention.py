@@ -15,6 +15,7 @@ import pytest
 from infer import native
 from infer.native.paged_attention import dense_attention, paged_attention
 from infer.ops import attention_xla
+from infer.pallas.kv_formats import quantize_kv
 from tests.tolerances import tolerance
 
 OPTIONS = ("scale", "window", "softcap")
@@ -123,6 +124,25 @@ def test_equals_the_xla_form(dtype, width) -> None:
         for options in ({}, {"window": 20, "softcap": 3.0}):
             got, want = (f(*args, scale=0.2, **options) for f in (NATIVE, XLA))
             np.testing.assert_allclose(got, want, **tolerance("float32", 64))
+
+
+@pytest.mark.parametrize("width", [64, 40])
+def test_int8_pools_are_their_numbers_times_a_scale(width) -> None:
+    """To the last bit: what is read is what float32 pools of the products hold."""
+    sequences = [sequence(n, 6, 2, width, seed=n) for n in (150, 97)]
+    *pools, table = paged(sequences, 5)
+    data, scales = zip(*(quantize_kv(jnp.nan_to_num(pool), "int8") for pool in pools), strict=True)
+    # Memory of nobody: any numbers, with scales that are NaN.
+    scales = [
+        jnp.where(jnp.isnan(p[..., 0]), jnp.nan, s) for p, s in zip(pools, scales, strict=True)
+    ]
+    products = [d.astype(jnp.float32) * s[..., None] for d, s in zip(data, scales, strict=True)]
+    for first in (96, 40):
+        q = jnp.asarray(np.stack([s[0][first:97] for s in sequences]))
+        positions = jnp.broadcast_to(jnp.arange(first, 97, dtype=jnp.int32), q.shape[:2])
+        run = functools.partial(NATIVE, scale=0.2, window=50)
+        got = run(q, *data, table, positions, k_scales=scales[0], v_scales=scales[1])
+        np.testing.assert_array_equal(got, run(q, *products, table, positions))
 
 
 def test_queries_in_bfloat16() -> None:
@@ -316,7 +336,7 @@ def test_a_tokens_bits_do_not_depend_on_its_chunk_or_batch(case) -> None:
 
 
 def test_bits_do_not_depend_on_threads_or_instruction_set() -> None:
-    code = "from tests.native.test_paged_attention import digest, native; print(native.isa(), digest())"
+    code = "import tests.native.test_paged_attention as t; print(t.native.isa(), t.digest())"
     seen = {}
     for isa, threads in (("avx2", 1), ("avx2", 3), ("avx512", 2), ("avx512", 3)):
         env = {**os.environ, "INFER_NATIVE_ISA": isa, "INFER_NUM_THREADS": str(threads)}
@@ -354,7 +374,7 @@ def test_concurrent_calls() -> None:
 # ---- Errors ----------------------------------------------------------------------------------
 
 
-def _raw(q, k, v, table, positions, sinks):
+def _raw(q, k, v, k_scales, v_scales, table, positions, sinks):
     """The operation without the annotations of its Python side."""
     native.library()
     call = jax.ffi.ffi_call("infer_paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
@@ -362,6 +382,8 @@ def _raw(q, k, v, table, positions, sinks):
         q,
         k,
         v,
+        k_scales,
+        v_scales,
         table,
         positions,
         sinks,
@@ -377,12 +399,13 @@ BAD = [
     (0, lambda q: q[:, :, :3], "q has 3 heads, not a multiple of k's 2"),
     (0, lambda q: q.astype(jnp.bfloat16), "must be float32"),
     (1, lambda k: k[:2], "do not fit"),
-    (1, lambda k: k.astype(jnp.float16), "both be float32, bfloat16 or float16"),
+    (1, lambda k: k.astype(jnp.float16), "both be float32, bfloat16, float16 or int8"),
     (2, lambda v: v[..., :8], "do not fit"),
-    (3, lambda table: table[:1], r"a row for each of q \[2, 3, 4, 16\]; it is \[1, 3\]"),
-    (3, lambda table: table.astype(jnp.float32), "page table must be int32"),
-    (4, lambda positions: positions[:, :2], "one for each token"),
-    (5, lambda sinks: sinks[:3], r"sinks must be float32, one for each head.*\[3\]"),
+    (3, lambda _: jnp.zeros((5, 2, 4)), r"others none; pools \[5, 2, 4, 16\] have \[5, 2, 4\]"),
+    (5, lambda table: table[:1], r"a row for each of q \[2, 3, 4, 16\]; it is \[1, 3\]"),
+    (5, lambda table: table.astype(jnp.float32), "page table must be int32"),
+    (6, lambda positions: positions[:, :2], "one for each token"),
+    (7, lambda sinks: sinks[:3], r"sinks must be float32, one for each head.*\[3\]"),
 ]
 
 
@@ -390,7 +413,8 @@ BAD = [
 def test_bad_operands_are_refused(index, change, message) -> None:
     pool = jnp.zeros((5, 2, 4, 16))
     ints = lambda *shape: jnp.zeros(shape, jnp.int32)
-    args = [jnp.zeros((2, 3, 4, 16)), pool, pool, ints(2, 3), ints(2, 3), jnp.zeros(4)]
+    none = jnp.zeros(0)
+    args = [jnp.zeros((2, 3, 4, 16)), pool, pool, none, none, ints(2, 3), ints(2, 3), jnp.zeros(4)]
     jax.block_until_ready(_raw(*args))
     args[index] = change(args[index])
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
@@ -398,10 +422,39 @@ def test_bad_operands_are_refused(index, change, message) -> None:
 
 
 def test_pages_without_tokens_and_pools_without_heads_are_refused() -> None:
-    ints = jnp.zeros((2, 3), jnp.int32)
+    ints, none = jnp.zeros((2, 3), jnp.int32), jnp.zeros(0)
     for shape, message in (((5, 2, 0, 16), "hold no token"), ((5, 0, 4, 16), "not a multiple")):
         pool = jnp.zeros(shape)
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             jax.block_until_ready(
-                _raw(jnp.zeros((2, 3, 4, 16)), pool, pool, ints, ints, jnp.zeros(0))
+                _raw(jnp.zeros((2, 3, 4, 16)), pool, pool, none, none, ints, ints, none)
             )
+    # Scales that int8 pools lack, and scales of another shape.
+    pool, good = jnp.zeros((5, 2, 4, 16), jnp.int8), jnp.zeros((5, 2, 4))
+    args = (jnp.zeros((2, 3, 4, 16)), pool, pool)
+    jax.block_until_ready(_raw(*args, good, good, ints, ints, none))
+    for scales in ((good, none), (none, good), (good[:4], good), (good.astype(jnp.int32), good)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="int8 pools need float32 scales"):
+            jax.block_until_ready(_raw(*args, *scales, ints, ints, none))
+
+
+def test_bad_dense_operands_are_refused() -> None:
+    native.library()
+    q, k = jnp.zeros((2, 3, 4, 16)), jnp.zeros((2, 5, 2, 16))
+    call = jax.ffi.ffi_call("infer_dense_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    run = lambda *operands: jax.block_until_ready(
+        call(*operands, scale=np.float32(1), softcap=np.float32(0), window=np.int64(9))
+    )
+    none = jnp.zeros(0)
+    run(q, k, k, none)
+    int8 = k.astype(jnp.int8)
+    for operands, message in (
+        ((q, k[:1], k, none), "do not fit"),
+        ((q, k, k[:, :4], none), "do not fit"),
+        ((q, k[..., :8], k[..., :8], none), "do not fit"),
+        ((q, k[:, :, :0], k[:, :, :0], none), "not a multiple"),
+        ((q, k, k, jnp.zeros(2)), "one for each head"),
+        ((q, int8, int8, none), "cannot be int8"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            run(*operands)

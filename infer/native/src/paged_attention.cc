@@ -43,8 +43,16 @@ struct Work {
   int splits() const { return end_split - first_split; }
 };
 
+// Key heads in a tile.  Where there are few rows, one reads all heads, which lie side by side in
+// memory, unless threads would go idle.
+int heads_at_once(const Attention& a, int rows, int64_t splits) {
+  int heads = rows > kFewRows ? 1 : a.num_kv;
+  while (heads > 1 && splits * ((a.num_kv + heads - 1) / heads) < 2 * num_threads()) --heads;
+  return heads;
+}
+
 std::vector<Work> plan(const Attention& a, int batch) {
-  const int tokens = std::max(1, kTileRows / a.group());
+  const int tokens = std::min(a.num_queries, std::max(1, kTileRows / a.group()));
   const int tiles = (a.num_queries + tokens - 1) / tokens;
   std::vector<Work> works;
   works.reserve(int64_t{batch} * tiles * a.num_kv);
@@ -52,7 +60,7 @@ std::vector<Work> plan(const Attention& a, int batch) {
   // The last tiles see most keys: first, so that the threads end together.
   for (int i = tiles - 1; i >= 0; --i) {
     for (int row = 0; row < batch; ++row) {
-      Work work = {{row, 0, i * tokens, std::min(a.num_queries, (i + 1) * tokens)}, 0, 0, 0};
+      Work work = {{row, 0, 1, i * tokens, std::min(a.num_queries, (i + 1) * tokens)}, 0, 0, 0};
       int64_t low = INT64_MAX, high = -1;
       for (int t = work.tile.t0; t < work.tile.t1; ++t) {
         const int64_t position = a.positions[int64_t{row} * a.num_queries + t];
@@ -66,8 +74,10 @@ std::vector<Work> plan(const Attention& a, int batch) {
         work.first_split = static_cast<int>(low / kSplit);
         work.end_split = static_cast<int>(high / kSplit) + 1;
       }
-      for (int head = 0; head < a.num_kv; ++head) {
+      const int heads = heads_at_once(a, tokens * a.group(), int64_t{batch} * work.splits());
+      for (int head = 0; head < a.num_kv; head += heads) {
         work.tile.head = head;
+        work.tile.num_heads = std::min(heads, a.num_kv - head);
         work.part = part;
         part += work.splits() * part_floats(a, work.tile.rows(a));
         works.push_back(work);
@@ -155,6 +165,7 @@ bool pool_type(ffi::DataType type, PoolType* to) {
     case ffi::DataType::F32: *to = PoolType::kF32; return true;
     case ffi::DataType::BF16: *to = PoolType::kBf16; return true;
     case ffi::DataType::F16: *to = PoolType::kF16; return true;
+    case ffi::DataType::S8: *to = PoolType::kI8; return true;
     default: return false;
   }
 }
@@ -171,7 +182,7 @@ ffi::Error read_operands(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const
     return invalid("the result %s is not as q %s", shape_text(out).c_str(), shape_text(q).c_str());
   }
   if (k.element_type() != v.element_type() || !pool_type(k.element_type(), &a.pools.type)) {
-    return invalid("k and v must both be float32, bfloat16 or float16");
+    return invalid("k and v must both be float32, bfloat16, float16 or int8");
   }
   if (num_kv < 1 || dims[2] % num_kv != 0) {
     return invalid("q has %lld heads, not a multiple of k's %lld", static_cast<long long>(dims[2]),
@@ -201,7 +212,8 @@ ffi::Error read_operands(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const
 }
 
 ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                           ffi::AnyBuffer table, ffi::AnyBuffer positions, ffi::AnyBuffer sinks,
+                           ffi::AnyBuffer k_scales, ffi::AnyBuffer v_scales, ffi::AnyBuffer table,
+                           ffi::AnyBuffer positions, ffi::AnyBuffer sinks,
                            ffi::Result<ffi::AnyBuffer> out, float scale, float softcap,
                            int64_t window) {
   const auto q_dims = q.dimensions(), k_dims = k.dimensions(), table_dims = table.dimensions();
@@ -226,14 +238,24 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   if (ffi::Error error = read_operands(q, k, v, sinks, *out, k_dims[1], a); error.failure()) {
     return error;
   }
+  const bool scaled = a.pools.type == PoolType::kI8;
+  for (const ffi::AnyBuffer* x : {&k_scales, &v_scales}) {
+    if (x->element_type() != ffi::DataType::F32 ||
+        !(scaled ? has_shape(*x, {k_dims[0], k_dims[1], k_dims[2]}) : has_shape(*x, {0}))) {
+      return invalid("int8 pools need float32 scales [P, K, U], others none; pools %s have %s",
+                     shape_text(k).c_str(), shape_text(*x).c_str());
+    }
+  }
+  a.pools.k_scales = scaled ? k_scales.reinterpret_data<float>() : nullptr;
+  a.pools.v_scales = scaled ? v_scales.reinterpret_data<float>() : nullptr;
   a.table = table.reinterpret_data<int32_t>();
   a.positions = positions.reinterpret_data<int32_t>();
   a.pages_per_row = static_cast<int>(table_dims[1]);
   a.pools.num_pages = k_dims[0];
   a.pools.page_size = static_cast<int>(k_dims[2]);
-  a.pools.page_stride = k_dims[1] * k_dims[2] * k_dims[3];
-  a.pools.head_stride = k_dims[2] * k_dims[3];
-  a.pools.token_stride = k_dims[3];
+  a.pools.page_stride = k_dims[1] * k_dims[2];
+  a.pools.head_stride = k_dims[2];
+  a.pools.token_stride = 1;
   a.scale = scale;
   a.softcap = softcap;
   a.window = window;
@@ -256,6 +278,7 @@ ffi::Error dense_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   if (ffi::Error error = read_operands(q, k, v, sinks, *out, k_dims[2], a); error.failure()) {
     return error;
   }
+  if (a.pools.type == PoolType::kI8) return invalid("dense keys and values cannot be int8");
   std::vector<int32_t> table(q_dims[0]), positions(q_dims[0] * q_dims[1]);
   for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int32_t>(i);
   for (size_t i = 0; i < positions.size(); ++i) positions[i] = static_cast<int32_t>(i % q_dims[1]);
@@ -264,9 +287,9 @@ ffi::Error dense_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   a.pages_per_row = k_dims[1] > 0 ? 1 : 0;
   a.pools.num_pages = k_dims[0];
   a.pools.page_size = static_cast<int>(std::max<int64_t>(1, k_dims[1]));
-  a.pools.page_stride = k_dims[1] * k_dims[2] * k_dims[3];
-  a.pools.head_stride = k_dims[3];
-  a.pools.token_stride = k_dims[2] * k_dims[3];
+  a.pools.page_stride = k_dims[1] * k_dims[2];
+  a.pools.head_stride = 1;
+  a.pools.token_stride = k_dims[2];
   a.scale = scale;
   a.softcap = softcap;
   a.window = window;
@@ -281,6 +304,8 @@ INFER_HANDLER(infer_paged_attention, paged_attention,
                   .Arg<xla::ffi::AnyBuffer>()  // q
                   .Arg<xla::ffi::AnyBuffer>()  // key pool
                   .Arg<xla::ffi::AnyBuffer>()  // value pool
+                  .Arg<xla::ffi::AnyBuffer>()  // scales of keys, or [0]
+                  .Arg<xla::ffi::AnyBuffer>()  // scales of values, or [0]
                   .Arg<xla::ffi::AnyBuffer>()  // page table
                   .Arg<xla::ffi::AnyBuffer>()  // positions
                   .Arg<xla::ffi::AnyBuffer>()  // sinks, or [0]

@@ -3,12 +3,14 @@
 // The keys of a sequence are cut at absolute positions 0, 128, 256, ...  A split is attended to on
 // its own,
 //
-//     m = max s_j,  p_j = exp(s_j - m),  total = sum p_j,  acc = sum p_j v_j   over its visible keys,
+//     m = max s_j,  p_j = exp(s_j - m),  total = sum p_j,  acc = sum p_j v_j
 //
-// and the splits of a query are merged in order, as in online softmax.  Every sum has one order: a
-// score adds its products from dimension 0 up, acc its keys from the first up, total 16 keys at a
-// time.  So a query's bits depend on its own keys alone: not on the chunk or batch it came in, the
-// thread that had it, the instruction set, or whether splits were computed side by side.
+// over its visible keys, and the splits of a query are merged in order, as in online softmax.
+// Every sum has one order: a score adds its products from dimension 0 up, acc its keys from the
+// first up, total 16 keys at a time.  So a query's bits depend on its own keys alone: not on the
+// chunk or batch it came in, the thread that had it, the instruction set, or whether splits were
+// computed side by side.  (Where values are finite: those that only later queries of a tile see
+// are multiplied by 0.)
 // Source: Dao 2023, Flash-Decoding.
 #pragma once
 
@@ -20,14 +22,19 @@ namespace infer {
 constexpr int kSplit = 128;  // keys
 // Query rows (tokens times heads of a group) that share the keys they read.
 constexpr int kTileRows = 48;
+// With no more rows than these, the time goes into reading keys and values.
+constexpr int kFewRows = 16;
 
-enum class PoolType { kF32, kBf16, kF16 };
+enum class PoolType { kF32, kBf16, kF16, kI8 };
 
-// Keys and values of all sequences; strides count elements.
+// Keys and values of all sequences, a row [H] a token and key head; strides count rows.  Where
+// there are scales, row i stands for its numbers times scale i.
 struct Pools {
   PoolType type;
   const void* k;
   const void* v;
+  const float* k_scales;  // null but for kI8
+  const float* v_scales;
   int64_t num_pages;
   int page_size;
   int64_t page_stride, head_stride, token_stride;
@@ -48,10 +55,12 @@ struct Attention {
   int padded_width() const { return (width + 15) / 16 * 16; }
 };
 
-// Queries [t0, t1) of one sequence with the heads of one key head: (t1 - t0) * group rows.
+// Queries [t0, t1) of one sequence with the query heads of key heads [head, head + num_heads).  Its
+// rows go by key head, then token, then query head of the group.
 struct Tile {
-  int row, head, t0, t1;
-  int rows(const Attention& a) const { return (t1 - t0) * a.group(); }
+  int row, head, num_heads, t0, t1;
+  int rows_of_head(const Attention& a) const { return (t1 - t0) * a.group(); }
+  int rows(const Attention& a) const { return num_heads * rows_of_head(a); }
 };
 
 // What a tile's rows have seen: m [rows], total [rows], acc [rows, padded_width].
@@ -69,7 +78,7 @@ inline int64_t part_floats(const Attention& a, int rows) {
 // Floats that `attend` needs beside the part, aligned to 64 bytes.
 inline int64_t scratch_floats(const Attention& a, int rows) {
   const int64_t width = a.padded_width();
-  return width * rows + int64_t{kSplit} * rows + width * 16 * 4 + width * 32 + width;
+  return width * rows + int64_t{kSplit} * rows + width * (16 * 4 + 32 + 1);
 }
 
 struct AttentionKernels {

@@ -10,16 +10,17 @@ namespace infer::INFER_ISA {
 // Finite, so that a row without visible keys gives 0 rather than NaN; exp(kUnseen - m) is 0.
 constexpr float kUnseen = -1e30f;
 
-// Rows and 16-key panels (or 16-dimension columns) of a tile held in registers: 32 of 16 lanes, or
-// 16 of 8.
+// Rows of a block, and how many 16-key panels or 16-dimension columns of so many rows, whose sums
+// are held in registers: 32 of 16 lanes, or 16 of 8.  Fewer rows take more, so that enough chains
+// of multiply-adds are under way.
 constexpr int kScoreRows = INFER_AVX512 ? 8 : 6;
-constexpr int kValueRows = INFER_AVX512 ? 4 : 3;
-constexpr int kValueColumns = INFER_AVX512 ? 4 : 2;
-// Few rows take more panels, so that enough chains of multiply-adds are under way.
-constexpr int score_panels(int rows) {
-  const int registers = INFER_AVX512 ? 16 : 6;
-  return rows * 4 <= registers ? 4 : rows * 2 <= registers ? 2 : 1;
+constexpr int kValueRows = INFER_AVX512 ? 4 : 6;
+constexpr int panels_of(int rows) {
+  const int sums = INFER_AVX512 ? 16 : 6;
+  return rows * 4 <= sums ? 4 : rows * 2 <= sums ? 2 : 1;
 }
+constexpr int columns_of(int rows) { return INFER_AVX512 ? 4 : rows <= 1 ? 4 : rows <= 2 ? 2 : 1; }
+
 constexpr int kPackedPanels = 4;
 // Values converted at a time, to stay in the first cache.
 constexpr int kPackedValues = 32;
@@ -28,15 +29,28 @@ constexpr int kPackedValues = 32;
 
 struct ElementF32 {
   using Type = float;
+  static constexpr bool kPaired = false, kScaled = false;
   static INFER_INLINE F32 load(const Type* p) { return INFER_ISA::load(p); }
 };
 struct ElementBf16 {
   using Type = uint16_t;
   static INFER_INLINE F32 load(const Type* p) { return load_bf16(p); }
+  // Of two elements in a lane.
+  static constexpr bool kPaired = true, kScaled = false;
+  static INFER_INLINE F32 first(F32 x) { return bits_to_f32(shift_left<16>(to_bits(x))); }
+  static INFER_INLINE F32 second(F32 x) {
+    return bits_to_f32(bit_and(to_bits(x), set1_i32(static_cast<int32_t>(0xffff0000))));
+  }
 };
 struct ElementF16 {
   using Type = uint16_t;
+  static constexpr bool kPaired = false, kScaled = false;
   static INFER_INLINE F32 load(const Type* p) { return load_f16(p); }
+};
+struct ElementI8 {
+  using Type = int8_t;
+  static constexpr bool kPaired = false, kScaled = true;
+  static INFER_INLINE F32 load(const Type* p) { return to_f32(load_i8(p)); }
 };
 
 // n elements, the other lanes 0; reads no further.
@@ -59,12 +73,6 @@ INFER_INLINE F32 tanh(F32 x) {
   const F32 near = fma(mul(p, z), x, x);
   const F32 far = sub(one, div(set1(2.0f), add(exp(add(size, size)), one)));
   return select_gt(size, set1(0.625f), select_gt(zero_f32(), x, sub(zero_f32(), far), far), near);
-}
-
-// The line that holds p.  Pages are small and scattered, which the hardware does not foresee; asked
-// for one by one between other work, they arrive while it is done.
-INFER_INLINE void prefetch(const void* p) {
-  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }
 
 // ---- Products ---------------------------------------------------------------------------------
@@ -93,7 +101,7 @@ INFER_INLINE void score_block(const float* q, int width, const float* panels, in
 template <int R>
 void score_rows(const float* q, int width, const float* panels, int64_t panel_stride,
                 int num_panels, float* s) {
-  constexpr int C = score_panels(R);
+  constexpr int C = panels_of(R);
   int c = 0;
   for (; c + C <= num_panels; c += C) {
     score_block<R, C>(q, width, panels + c * panel_stride, panel_stride, s + c * kLanes);
@@ -103,22 +111,18 @@ void score_rows(const float* q, int width, const float* panels, int64_t panel_st
   }
 }
 
-// acc [R, C * 16] += p [R, n] times the rows v [n] from `column` on, keys in order.  From each row
-// `ahead` as many bytes from `skip` on are prefetched, where it is not null.
-template <int R, int C>
-INFER_INLINE void value_block(const float* p, const float* const* v, int n, int column, float* acc,
-                              int64_t acc_stride, const char* const* ahead, int skip) {
+// acc [R, C * 16] += p [R, n] times the rows v [n] from `column` on, keys in order.
+template <typename E, int R, int C>
+INFER_INLINE void value_block(const float* p, const typename E::Type* const* v, int n, int column,
+                              float* acc, int64_t acc_stride) {
   F32 sum[R][C];
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) sum[r][c] = load(acc + r * acc_stride + column + c * kLanes);
   }
   for (int j = 0; j < n; ++j) {
-    const float* from = v[j] + column;
-    if (ahead != nullptr) {
-      for (int c = 0; c < C; ++c) prefetch(ahead[j] + skip + c * 64);
-    }
+    const typename E::Type* from = v[j] + column;
     F32 x[C];
-    for (int c = 0; c < C; ++c) x[c] = load(from + c * kLanes);
+    for (int c = 0; c < C; ++c) x[c] = E::load(from + c * kLanes);
     for (int r = 0; r < R; ++r) {
       const F32 weight = set1(p[r * kSplit + j]);
       for (int c = 0; c < C; ++c) sum[r][c] = fma(weight, x[c], sum[r][c]);
@@ -129,24 +133,30 @@ INFER_INLINE void value_block(const float* p, const float* const* v, int n, int 
   }
 }
 
-template <int R>
-void value_rows(const float* p, const float* const* v, int n, int width, float* acc,
-                const char* const* ahead, int ahead_bytes) {
+template <typename E, int R>
+void value_rows(const float* p, const typename E::Type* const* v, int n, int width, float* acc) {
+  constexpr int C = columns_of(R);
   int column = 0;
-  for (; column + kValueColumns * kLanes <= width; column += kValueColumns * kLanes) {
-    value_block<R, kValueColumns>(p, v, n, column, acc, width, column * 4 < ahead_bytes ? ahead : nullptr, column * 4);
+  for (; column + C * kLanes <= width; column += C * kLanes) {
+    value_block<E, R, C>(p, v, n, column, acc, width);
   }
-  for (; column < width; column += kLanes) value_block<R, 1>(p, v, n, column, acc, width, column * 4 < ahead_bytes ? ahead : nullptr, column * 4);
+  for (; column < width; column += kLanes) value_block<E, R, 1>(p, v, n, column, acc, width);
 }
 
-// Call f<R> on the rows in blocks of at most `most` rows.
+template <int R, typename F>
+INFER_INLINE void last_block(int r, int left, F f) {
+  if constexpr (R > 0) {
+    if (left == R) return f.template operator()<R>(r);
+    last_block<R - 1>(r, left, f);
+  }
+}
+
+// Call f<R>(first row) on blocks of `most` rows and one of what is left.
 template <int most, typename F>
 INFER_INLINE void for_row_blocks(int rows, F f) {
   int r = 0;
   for (; r + most <= rows; r += most) f.template operator()<most>(r);
-  if constexpr (most > 1) {
-    if (r < rows) f.rest(r, rows - r);
-  }
+  last_block<most - 1>(r, rows - r, f);
 }
 
 struct ScoreCall {
@@ -160,40 +170,29 @@ struct ScoreCall {
   void operator()(int r) const {
     score_rows<R>(q + int64_t{r} * width, width, panels, panel_stride, num_panels, s + r * kSplit);
   }
-  void rest(int r, int n) const {
-    switch (n) {
-      case 1: return operator()<1>(r);
-      case 2: return operator()<2>(r);
-      case 3: return operator()<3>(r);
-      case 4: return operator()<4>(r);
-      case 5: return operator()<5>(r);
-      case 6: return operator()<6>(r);
-      default: return operator()<7>(r);
-    }
-  }
 };
 
+template <typename E>
 struct ValueCall {
   const float* p;
-  const float* const* v;
+  const typename E::Type* const* v;
   int n, width;
   float* acc;
-  const char* const* ahead;
-  int ahead_bytes;
   template <int R>
   void operator()(int r) const {
-    value_rows<R>(p + r * kSplit, v, n, width, acc + int64_t{r} * width, r == 0 ? ahead : nullptr, ahead_bytes);
-  }
-  void rest(int r, int n) const {
-    switch (n) {
-      case 1: return operator()<1>(r);
-      case 2: return operator()<2>(r);
-      default: return operator()<3>(r);
-    }
+    value_rows<E, R>(p + r * kSplit, v, n, width, acc + int64_t{r} * width);
   }
 };
 
 // ---- One split --------------------------------------------------------------------------------
+
+// The token and the query head of row r.
+INFER_INLINE int token_of(const Attention& a, const Tile& tile, int r) {
+  return tile.t0 + r % tile.rows_of_head(a) / a.group();
+}
+INFER_INLINE int head_of(const Attention& a, const Tile& tile, int r) {
+  return (tile.head + r / tile.rows_of_head(a)) * a.group() + r % a.group();
+}
 
 struct Keys {
   int64_t low, high;  // visible: low <= position <= high
@@ -204,19 +203,34 @@ INFER_INLINE Keys keys_of(const Attention& a, const Tile& tile, int t) {
   return {first > 0 ? first : 0, i};
 }
 
-// panels [c][width, 16] := 16 keys each, transposed.  The rows `ahead` are prefetched meanwhile.
+// panels [c][width, 16] := 16 keys each, transposed, and scaled where the elements are.
 template <typename E>
-INFER_INLINE void pack_keys(const typename E::Type* const* keys,
-                            const typename E::Type* const* ahead, int num_panels, int width,
-                            int64_t panel_stride, float* panels) {
+INFER_INLINE void pack_keys(const typename E::Type* const* keys, const float* scales,
+                            int num_panels, int width, int64_t panel_stride, float* panels) {
   for (int c = 0; c < num_panels; ++c) {
-    for (int h = 0; h < width; h += kLanes) {
+    const typename E::Type* const* const from = keys + c * kLanes;
+    float* const to = panels + c * panel_stride;
+    int h = 0;
+    if constexpr (E::kPaired) {
+      // Two elements change places as one lane.
+      for (; h + 2 * kLanes <= width; h += 2 * kLanes) {
+        F32 x[kLanes];
+        for (int j = 0; j < kLanes; ++j) x[j] = load(reinterpret_cast<const float*>(from[j] + h));
+        transpose16(x);
+        for (int j = 0; j < kLanes; ++j) {
+          store(to + (h + 2 * j) * kLanes, E::first(x[j]));
+          store(to + (h + 2 * j + 1) * kLanes, E::second(x[j]));
+        }
+      }
+    }
+    for (; h < width; h += kLanes) {
       F32 x[kLanes];
-      for (int j = 0; j < kLanes; ++j) x[j] = load_some<E>(keys[c * kLanes + j] + h, width - h);
-      for (int j = 0; j < kLanes; ++j) prefetch(ahead[c * kLanes + j] + h);
+      for (int j = 0; j < kLanes; ++j) x[j] = load_some<E>(from[j] + h, width - h);
       transpose16(x);
-      float* to = panels + c * panel_stride + h * kLanes;
-      for (int j = 0; j < kLanes; ++j) store(to + j * kLanes, x[j]);
+      for (int j = 0; j < kLanes; ++j) {
+        if constexpr (E::kScaled) x[j] = mul(x[j], load(scales + c * kLanes));
+        store(to + (h + j) * kLanes, x[j]);
+      }
     }
   }
 }
@@ -260,15 +274,14 @@ class Slots {
       : pools_(a.pools),
         table_(a.table + int64_t{tile.row} * a.pages_per_row),
         pages_(a.pages_per_row),
-        head_(tile.head * a.pools.head_stride),
         column_(position / a.pools.page_size),
         slot_(static_cast<int>(position % a.pools.page_size)) {}
 
-  // Where the next key's elements begin in a pool, or -1 where there is no page.
+  // The row of the next key and head 0 in the pools, or -1 where there is no page.
   INFER_INLINE int64_t next() {
     const int64_t page = column_ < pages_ ? table_[column_] : -1;
     const int64_t at = page >= 0 && page < pools_.num_pages
-                           ? page * pools_.page_stride + head_ + slot_ * pools_.token_stride
+                           ? page * pools_.page_stride + slot_ * pools_.token_stride
                            : -1;
     if (++slot_ == pools_.page_size) {
       slot_ = 0;
@@ -280,18 +293,57 @@ class Slots {
  private:
   const Pools& pools_;
   const int32_t* table_;
-  int64_t pages_, head_, column_;
+  int64_t pages_, column_;
   int slot_;
+};
+
+// The keys and values of a split in memory.
+template <typename E>
+struct Split {
+  using Type = typename E::Type;
+  const Attention& a;
+  const Type* nothing;  // a row of zeros, for a key nobody sees: its memory may be stale
+  // The row of each key and head 0, or -1; of this split, and of the start of the next.
+  int64_t at[kSplit + kLanes];
+
+  INFER_INLINE int64_t row(int head, int j) const {
+    return at[j] < 0 ? -1 : at[j] + head * a.pools.head_stride;
+  }
+  INFER_INLINE void rows(const void* pool, int head, int j, int n, const Type** to) const {
+    for (int i = 0; i < n; ++i) {
+      const int64_t r = row(head, j + i);
+      to[i] = r < 0 ? nothing : static_cast<const Type*>(pool) + r * a.width;
+    }
+  }
+  INFER_INLINE void scales(const float* all, int head, int j, int n, float* to) const {
+    for (int i = 0; i < n; ++i) {
+      const int64_t r = row(head, j + i);
+      to[i] = r < 0 ? 0 : all[r];
+    }
+  }
+
+  // Pages are small and scattered, which the hardware does not foresee.  Asked for little by little
+  // between other work, rows arrive while it is done.
+  INFER_INLINE void prefetch(const void* pool, int head, int j, int n) const {
+    const int64_t bytes = a.width * static_cast<int64_t>(sizeof(Type));
+    for (int i = 0; i < n; ++i) {
+      const int64_t r = row(head, j + i);
+      if (r < 0) continue;
+      const char* const from = static_cast<const char*>(pool) + r * bytes;
+      for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch(from + b, _MM_HINT_T0);
+    }
+  }
 };
 
 template <typename E>
 void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, const Part& part) {
   using Type = typename E::Type;
-  const int rows = tile.rows(a), group = a.group(), width = a.width, padded = a.padded_width();
+  const int rows = tile.rows(a), rows_of_head = tile.rows_of_head(a), group = a.group();
+  const int width = a.width, padded = a.padded_width();
   float* const q = scratch;
   float* const s = q + int64_t{rows} * padded;
   float* const panels = s + int64_t{rows} * kSplit;
-  float* const packed = panels + int64_t{padded} * 16 * kPackedPanels;
+  float* const packed = panels + int64_t{padded} * kLanes * kPackedPanels;
   float* const zeros = packed + int64_t{padded} * kPackedValues;
   for (int h = 0; h < padded; ++h) zeros[h] = 0;
 
@@ -305,7 +357,7 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
     high = keys.high - origin > high ? keys.high - origin : high;
   }
   low = low < 0 ? 0 : low;
-  const bool more = high >= kSplit;
+  const int ahead = high >= kSplit ? kLanes : 0;  // keys of the next split to prefetch
   high = high < kSplit ? high : kSplit - 1;
   for (int64_t i = 0; i < int64_t{rows} * padded; ++i) part.acc[i] = 0;
   if (low > high) {
@@ -318,53 +370,66 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
   const int begin = static_cast<int>(low) / kLanes * kLanes;
   const int end = (static_cast<int>(high) / kLanes + 1) * kLanes;
 
-  // Where the keys and values lie.  A key nobody sees is the row of zeros: its memory may be stale.
-  const Type* keys[kSplit];
-  const Type* values[kSplit];
-  float bias[kSplit];
+  Split<E> in = {a, reinterpret_cast<const Type*>(zeros), {}};
+  alignas(64) float bias[kSplit];
   bool missing = false;
   {
-    const Type* const nothing = reinterpret_cast<const Type*>(zeros);
     Slots slots(a, tile, origin + begin);
-    for (int j = begin; j < end; ++j) {
-      const int64_t at = slots.next();
-      keys[j] = values[j] = nothing;
-      bias[j] = 0;
-      if (j < low || j > high) continue;
-      if (at >= 0) {
-        keys[j] = static_cast<const Type*>(a.pools.k) + at;
-        values[j] = static_cast<const Type*>(a.pools.v) + at;
-      } else {
-        missing = true;
-        bias[j] = -__builtin_inff();
-      }
+    for (int j = begin; j < end + ahead; ++j) {
+      const bool seen = j >= low && (j <= high || j >= kSplit);
+      in.at[j] = slots.next();
+      if (j >= kSplit) continue;
+      bias[j] = seen && in.at[j] < 0 ? -__builtin_inff() : 0;
+      missing |= seen && in.at[j] < 0;
+      if (!seen) in.at[j] = -1;
     }
   }
 
   const F32 scale = set1(a.scale);
-  for (int t = tile.t0; t < tile.t1; ++t) {
-    // The heads of a group are neighbours.
-    const float* from = a.q + ((int64_t{tile.row} * a.num_queries + t) * a.num_heads +
-                               int64_t{tile.head} * group) * width;
-    float* to = q + int64_t{t - tile.t0} * group * width;
-    const int n = group * width;
-    int i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(to + i, mul(load(from + i), scale));
-    for (; i < n; ++i) to[i] = from[i] * a.scale;
+  for (int head = 0; head < tile.num_heads; ++head) {
+    for (int t = tile.t0; t < tile.t1; ++t) {
+      // The heads of a group are neighbours.
+      const float* from = a.q + ((int64_t{tile.row} * a.num_queries + t) * a.num_heads +
+                                 int64_t{tile.head + head} * group) * width;
+      float* to = q + (int64_t{head} * rows_of_head + (t - tile.t0) * group) * width;
+      const int n = group * width;
+      int i = 0;
+      for (; i + kLanes <= n; i += kLanes) store(to + i, mul(load(from + i), scale));
+      for (; i < n; ++i) to[i] = from[i] * a.scale;
+    }
   }
 
-  const int64_t row_bytes = width * sizeof(Type);
+  // Few rows: keys pass in the order in which they lie in memory, heads innermost.
+  const bool few = rows_of_head <= kFewRows;
+  const int panels_at_once = few ? 1 : kPackedPanels;
   const int64_t panel_stride = int64_t{padded} * kLanes;
-  for (int j = begin; j < end; j += kPackedPanels * kLanes) {
+  const int step = panels_at_once * kLanes;
+  for (int j = begin; j < end; j += step) {
     const int left = (end - j) / kLanes;
-    const int num_panels = left < kPackedPanels ? left : kPackedPanels;
-    pack_keys<E>(keys + j, values + j, num_panels, width, panel_stride, panels);
-    for_row_blocks<kScoreRows>(
-        rows, ScoreCall{q, width, panels, panel_stride, num_panels, s + j});
+    const int num_panels = left < panels_at_once ? left : panels_at_once;
+    for (int head = 0; head < tile.num_heads; ++head) {
+      const Type* keys[kPackedPanels * kLanes];
+      float scales[kPackedPanels * kLanes];
+      in.rows(a.pools.k, tile.head + head, j, num_panels * kLanes, keys);
+      if constexpr (E::kScaled) {
+        in.scales(a.pools.k_scales, tile.head + head, j, num_panels * kLanes, scales);
+      }
+      // What is needed next: this head's next keys, or at the end its first values.
+      const bool last = j + kLanes >= end;
+      const void* const next_pool = last ? a.pools.v : a.pools.k;
+      const int next = last ? begin : j + kLanes;
+      if (few) in.prefetch(next_pool, tile.head + head, next, kLanes / 2);
+      pack_keys<E>(keys, scales, num_panels, width, panel_stride, panels);
+      if (few) in.prefetch(next_pool, tile.head + head, next + kLanes / 2, kLanes / 2);
+      const int64_t first = int64_t{head} * rows_of_head;
+      for_row_blocks<kScoreRows>(rows_of_head,
+                                 ScoreCall{q + first * width, width, panels, panel_stride,
+                                           num_panels, s + first * kSplit + j});
+    }
   }
 
   for (int r = 0; r < rows; ++r) {
-    const Keys seen = keys_of(a, tile, tile.t0 + r / group);
+    const Keys seen = keys_of(a, tile, token_of(a, tile, r));
     const int64_t first = seen.low - origin, last = seen.high - origin;
     soften(s + int64_t{r} * kSplit, begin, end,
            static_cast<int>(first < 0 ? 0 : first > kSplit ? kSplit : first),
@@ -372,28 +437,41 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
            missing ? bias : nullptr, a.softcap, part.m + r, part.total + r);
   }
 
-  Slots ahead(a, tile, origin + kSplit);
-  for (int j = static_cast<int>(low); j <= high; j += kPackedValues) {
-    const int left = static_cast<int>(high) + 1 - j;
-    const int n = left < kPackedValues ? left : kPackedValues;
-    const char* next[kPackedValues];
-    for (int i = 0; i < n && more; ++i) {
-      const int64_t at = ahead.next();
-      next[i] = reinterpret_cast<const char*>(static_cast<const Type*>(a.pools.k) + (at < 0 ? 0 : at));
-    }
-    const float* rows_of[kPackedValues];
-    if (sizeof(Type) == sizeof(float) && width == padded) {
-      for (int i = 0; i < n; ++i) rows_of[i] = reinterpret_cast<const float*>(values[j + i]);
-    } else {
+  // Values are read as they lie where that is possible and not done over and over.
+  const bool direct = !E::kScaled && width == padded &&
+                      (sizeof(Type) == sizeof(float) || rows_of_head <= 2 * kValueRows);
+  const int values_at_once = few ? kLanes : kPackedValues;
+  for (int j = begin; j < end; j += values_at_once) {
+    const int left = end - j;
+    const int n = left < values_at_once ? left : values_at_once;
+    for (int head = 0; head < tile.num_heads; ++head) {
+      const Type* values[kPackedValues];
+      float scales[kPackedValues];
+      in.rows(a.pools.v, tile.head + head, j, n, values);
+      if constexpr (E::kScaled) in.scales(a.pools.v_scales, tile.head + head, j, n, scales);
+      if (few && j + n < end) in.prefetch(a.pools.v, tile.head + head, j + n, kLanes);
+      if (few && j + n >= end && ahead > 0) {
+        in.prefetch(a.pools.k, tile.head + head, kSplit, kLanes);
+      }
+      const int64_t first = int64_t{head} * rows_of_head;
+      const float* const p = s + first * kSplit + j;
+      float* const acc = part.acc + first * padded;
+      if (direct) {
+        for_row_blocks<kValueRows>(rows_of_head, ValueCall<E>{p, values, n, padded, acc});
+        continue;
+      }
+      const float* rows_of[kPackedValues];
       for (int i = 0; i < n; ++i) {
         float* const to = packed + int64_t{i} * padded;
         for (int h = 0; h < width; h += kLanes) {
-          store(to + h, load_some<E>(values[j + i] + h, width - h));
+          F32 x = load_some<E>(values[i] + h, width - h);
+          if constexpr (E::kScaled) x = mul(x, set1(scales[i]));
+          store(to + h, x);
         }
         rows_of[i] = to;
       }
+      for_row_blocks<kValueRows>(rows_of_head, ValueCall<ElementF32>{p, rows_of, n, padded, acc});
     }
-    for_row_blocks<kValueRows>(rows, ValueCall{s + j, rows_of, n, padded, part.acc, more ? next : nullptr, static_cast<int>(row_bytes)});
   }
 }
 
@@ -403,16 +481,17 @@ inline void attend(const Attention& a, const Tile& tile, int split, float* scrat
     case PoolType::kF32: return attend_in<ElementF32>(a, tile, split, scratch, part);
     case PoolType::kBf16: return attend_in<ElementBf16>(a, tile, split, scratch, part);
     case PoolType::kF16: return attend_in<ElementF16>(a, tile, split, scratch, part);
+    case PoolType::kI8: return attend_in<ElementI8>(a, tile, split, scratch, part);
   }
 }
 
 // ---- Splits together --------------------------------------------------------------------------
 
 inline void begin(const Attention& a, const Tile& tile, const Part& part) {
-  const int rows = tile.rows(a), group = a.group();
+  const int rows = tile.rows(a);
   for (int r = 0; r < rows; ++r) {
     // A sink is a key with exp(sink - m) = 1 and no value.
-    part.m[r] = a.sinks == nullptr ? kUnseen : a.sinks[tile.head * group + r % group];
+    part.m[r] = a.sinks == nullptr ? kUnseen : a.sinks[head_of(a, tile, r)];
     part.total[r] = a.sinks == nullptr ? 0.0f : 1.0f;
   }
   for (int64_t i = 0; i < int64_t{rows} * a.padded_width(); ++i) part.acc[i] = 0;
@@ -437,14 +516,16 @@ inline void merge(const Attention& a, const Tile& tile, const Part& next, const 
 }
 
 inline void finish(const Attention& a, const Tile& tile, const Part& part) {
-  const int rows = tile.rows(a), group = a.group(), width = a.padded_width();
+  const int rows = tile.rows(a), width = a.padded_width();
   constexpr float kTiny = 1.17549435e-38f;  // where nothing was seen, 0 / kTiny
   for (int r = 0; r < rows; ++r) {
-    const int64_t t = int64_t{tile.row} * a.num_queries + tile.t0 + r / group;
-    float* const to = a.out + (t * a.num_heads + int64_t{tile.head} * group + r % group) * a.width;
+    const int64_t t = int64_t{tile.row} * a.num_queries + token_of(a, tile, r);
+    float* const to = a.out + (t * a.num_heads + head_of(a, tile, r)) * a.width;
     const float total = part.total[r] < kTiny ? kTiny : part.total[r];  // NaN stays
     const float* const acc = part.acc + int64_t{r} * width;
-    for (int h = 0; h < a.width; ++h) to[h] = acc[h] / total;
+    int h = 0;
+    for (; h + kLanes <= a.width; h += kLanes) store(to + h, div(load(acc + h), set1(total)));
+    for (; h < a.width; ++h) to[h] = acc[h] / total;
   }
 }
 

@@ -13,7 +13,13 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// float32 to the pools' types, nearest even.
+uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+// float32 to the pools' types, nearest even; without branches, so that loops become vectors.
 struct Float32 {
   using Type = float;
   static Type from(float x) { return x; }
@@ -21,31 +27,27 @@ struct Float32 {
 struct BFloat16 {
   using Type = uint16_t;
   static Type from(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<Type>(bits >> 16 | 0x40);  // NaN
-    return static_cast<Type>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    const uint32_t bits = bits_of(x);
+    const uint32_t nan = bits | 0x400000, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return static_cast<Type>((x != x ? nan : rounded) >> 16);
   }
 };
 struct Float16 {
   using Type = uint16_t;
   static Type from(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
-    if (size > 0x7f800000) return static_cast<Type>(sign | 0x7e00);
-    if (size >= 0x477ff000) return static_cast<Type>(sign | 0x7c00);  // rounds past 65504
-    if (size < 0x38800000) {
-      // Subnormal: adding a half leaves steps of 2^-24 in the float's last bits.
-      float shifted;
-      std::memcpy(&shifted, &size, 4);
-      shifted += 0.5f;
-      uint32_t out;
-      std::memcpy(&out, &shifted, 4);
-      return static_cast<Type>(sign | (out - 0x3f000000));
-    }
-    const uint32_t rounded = size + 0xfff + (size >> 13 & 1);
-    return static_cast<Type>(sign | ((rounded - 0x38000000) >> 13));
+    const uint32_t bits = bits_of(x), size = bits & 0x7fffffff;
+    const uint32_t normal = (size + 0xfff + (size >> 13 & 1) - 0x38000000) >> 13;
+    // Added to a half, a number below 2^-14 is rounded to steps of 2^-24, the least float16.
+    const uint32_t small = bits_of(std::fabs(x) + 0.5f) - 0x3f000000;
+    uint32_t y = pick(size - 0x38800000, small, normal);
+    y = pick(0x477fefff - size, 0x7c00, y);  // from 65520 on
+    y = pick(0x7f800000 - size, 0x7e00, y);  // NaN
+    return static_cast<Type>(y | (bits >> 16 & 0x8000));
+  }
+  // yes where the difference is negative, else no
+  static uint32_t pick(uint32_t difference, uint32_t yes, uint32_t no) {
+    const uint32_t mask = static_cast<uint32_t>(static_cast<int32_t>(difference) >> 31);
+    return (yes & mask) | (no & ~mask);
   }
 };
 
@@ -59,8 +61,8 @@ struct Operands {
 
 // y [width] := x with dimensions i and i + half turned by the angle of cos[i] and sin[i].
 template <typename To>
-void turn(const float* x, const float* cos, const float* sin, int64_t half, int64_t width,
-          typename To::Type* y) {
+void turn(const float* __restrict x, const float* cos, const float* sin, int64_t half,
+          int64_t width, typename To::Type* __restrict y) {
   for (int64_t i = 0; i < half; ++i) y[i] = To::from(x[i] * cos[i] - x[half + i] * sin[i]);
   for (int64_t i = 0; i < half; ++i) {
     y[half + i] = To::from(x[half + i] * cos[i] + x[i] * sin[i]);
