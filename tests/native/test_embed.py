@@ -4,12 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer import native
 from infer.native.repack import repack
 from infer.quant.blocks import FORMATS
 from infer.quant.qarray import QArray, dequantize
-
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
 NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
