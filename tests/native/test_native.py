@@ -72,7 +72,9 @@ def test_without_a_compiler_there_is_one_line() -> None:
         text=True,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("error: no C++ compiler: no-such-compiler not found")
+    assert done.stderr.startswith(
+        "native operations: not built: no C++ compiler: no-such-compiler not found"
+    )
     assert len(done.stderr.strip().splitlines()) == 1
 
 
