@@ -5,7 +5,10 @@ step, as llama.cpp's own batched-bench does; tokens are the argmax of the logits
 """
 
 import ctypes
+import re
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -16,9 +19,12 @@ _model: Any = None
 _threads = 1
 # The context of the last shape asked for: making one is not part of a measurement.
 _context: tuple[tuple[int, int], Any, Any] | None = None
+# The prompts whose keys and values are in that context.
+_held: list[list[int]] | None = None
 
 
 def load(path: str, threads: int, dtype: str | None = None) -> dict[str, Any]:
+    """Load the file; `dtype` is that of other peers."""
     global _model, _threads
     start = time.perf_counter()
     _threads = threads
@@ -32,16 +38,72 @@ def load(path: str, threads: int, dtype: str | None = None) -> dict[str, Any]:
     info = llama_cpp.llama_print_system_info().decode()
     if "OPENMP = 1" not in info:
         raise RuntimeError(f"this llama.cpp is built without OpenMP ({info}); run scripts/peers.sh")
-    return {"load_s": seconds, "info": info, "version": llama_cpp.__version__}
+    return {
+        "load_s": seconds,
+        "info": info,
+        "version": llama_cpp.__version__,
+        "details": {
+            "threads": threads,
+            "compiler": compiler(),
+            "build_flags": build_flags(),
+            **context_settings(),
+        },
+    }
 
 
-def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Prefill all prompts, then one greedy token a row and step."""
+def compiler() -> str:
+    """Return what compiled ggml's CPU library, as its bytes tell; empty if they do not."""
+    for path in Path(llama_cpp.__file__).parent.glob("lib/libggml-cpu.so"):
+        for pattern in (rb"[ -~]*clang version [ -~]+", rb"GCC: [ -~]+"):
+            if found := re.search(pattern, path.read_bytes()):
+                return found.group().decode()
+    return ""
+
+
+def build_flags() -> str:
+    """Return the options that scripts/peers.sh has built with; the system's info tells most of
+    them too.
+    """
+    file = Path(sys.prefix) / "llama_cpp_build.txt"
+    return file.read_text().strip() if file.exists() else "not recorded"
+
+
+def context_settings() -> dict[str, Any]:
+    """Return what llama.cpp's defaults are for the cache, attention and batches."""
+    params = llama_cpp.llama_context_default_params()
+    types = {llama_cpp.GGML_TYPE_F32: "f32", llama_cpp.GGML_TYPE_F16: "f16"}
+    return {
+        "cache": types.get(params.type_k, str(params.type_k)),
+        "flash_attention": {-1: "auto", 0: "off", 1: "on"}[params.flash_attn_type],
+        "batch_tokens": params.n_batch,
+        "ubatch_tokens": params.n_ubatch,
+    }
+
+
+def generate(prompts: list[list[int]], new_tokens: int, reuse: bool = False) -> dict[str, Any]:
+    """Prefill all prompts, then one greedy token a row and step.
+
+    With `reuse`, prompts whose keys and values are still there from the last call are not prefilled
+    again, but for their last token.
+    """
+    global _held
     length = len(prompts[0]) + new_tokens
     context, batch = _context_for(len(prompts), length)
-    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+    memory = llama_cpp.llama_get_memory(context)
+    reuse = reuse and _held == prompts
+    if not reuse:
+        llama_cpp.llama_memory_clear(memory, True)
     start = time.perf_counter()
-    last = _prefill(context, batch, prompts)
+    if reuse:
+        at = len(prompts[0]) - 1
+        for row in range(len(prompts)):
+            if not llama_cpp.llama_memory_seq_rm(memory, row, at, -1):
+                raise RuntimeError("this model's cache cannot go back to the end of the prompt")
+        _decode(context, batch, [(ids[-1], at, row, True) for row, ids in enumerate(prompts)])
+        last = [_argmax(context, row) for row in range(len(prompts))]
+    else:
+        last = _prefill(context, batch, prompts)
+        _held = prompts
     out = [[token] for token in last]
     first = time.perf_counter()
     for step in range(1, new_tokens):
@@ -56,7 +118,7 @@ def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
 
 
 def _context_for(rows: int, length: int) -> tuple[Any, Any]:
-    global _context
+    global _context, _held
     if _context is None or _context[0] != (rows, length):
         if _context is not None:
             llama_cpp.llama_batch_free(_context[2])
@@ -69,7 +131,7 @@ def _context_for(rows: int, length: int) -> tuple[Any, Any]:
         if not context:
             raise RuntimeError(f"llama.cpp cannot make a context of {rows} x {per_row} tokens")
         batch = llama_cpp.llama_batch_init(llama_cpp.llama_n_batch(context), 0, 1)
-        _context = ((rows, length), context, batch)
+        _context, _held = ((rows, length), context, batch), None
     return _context[1], _context[2]
 
 
