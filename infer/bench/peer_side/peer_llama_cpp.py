@@ -117,6 +117,36 @@ def generate(prompts: list[list[int]], new_tokens: int, reuse: bool = False) -> 
     return {"ttft_s": first - start, "decode_s": end - first, "tokens": out}
 
 
+def logits(tokens: list[int], out: str) -> dict[str, Any]:
+    """Write the logits of every position as a float32 array [T, V] to the file `out` (.npy)."""
+    global _held
+    context, batch = _context_for(1, len(tokens))
+    if len(tokens) > llama_cpp.llama_n_ubatch(context):
+        raise RuntimeError(f"{len(tokens)} tokens are more than one batch of llama.cpp takes")
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+    _held = None
+    _decode(context, batch, [(token, at, 0, True) for at, token in enumerate(tokens)])
+    np.save(out, np.stack([_logits(context, at) for at in range(len(tokens))]))
+    return {}
+
+
+def quantize(source: str, target: str, file_type: str, pure: bool) -> dict[str, Any]:
+    """Write `source` quantised to `file_type` ("Q4_0", "F16", ...) by llama.cpp's own quantiser.
+
+    With `pure` every matrix gets that type, if its width can; the others get llama.cpp's second
+    choice.
+    """
+    names = [f"LLAMA_FTYPE_MOSTLY_{file_type}{end}" for end in ("", "_S")]
+    name = next(name for name in names if hasattr(llama_cpp, name))
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.pure, params.nthread = getattr(llama_cpp, name), pure, _threads
+    llama_cpp.llama_backend_init()
+    status = llama_cpp.llama_model_quantize(source.encode(), target.encode(), params)
+    if status:
+        raise RuntimeError(f"llama.cpp's quantiser returned {status} for {file_type}")
+    return {}
+
+
 def _context_for(rows: int, length: int) -> tuple[Any, Any]:
     global _context, _held
     if _context is None or _context[0] != (rows, length):
@@ -166,11 +196,16 @@ def _decode(context: Any, batch: Any, entries: list[tuple[int, int, int, bool]])
 
 
 def _argmax(context: Any, index: int) -> int:
+    return int(_logits(context, index).argmax())
+
+
+def _logits(context: Any, index: int) -> np.ndarray:
+    """Return a view of the logits of the batch's entry `index`."""
     vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(_model))
     pointer = llama_cpp.llama_get_logits_ith(context, index)
     address = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
-    return int(np.ctypeslib.as_array(address, shape=(vocab,)).argmax())
+    return np.ctypeslib.as_array(address, shape=(vocab,))
 
 
 if __name__ == "__main__":
-    serve({"load": load, "generate": generate})
+    serve({"load": load, "generate": generate, "logits": logits, "quantize": quantize})
