@@ -103,6 +103,7 @@ def measure(
     *,
     rounds: int,
     threads: int,
+    reuse: bool = False,
 ) -> dict[str, Any]:
     """Return all figures of one model: see `infer bench --help`.
 
@@ -113,6 +114,8 @@ def measure(
         started: peers that have loaded the same file; ratios at the top are to the first.
         rounds: counted ones.
         threads: that read memory, for the bandwidth.
+        reuse: peers keep the keys and values of a prompt from round to round, for long ones; their
+            times to the first token then mean nothing.
     """
     memory = ReadBandwidth(threads)
     bandwidth: list[float] = []
@@ -125,7 +128,7 @@ def measure(
     engines: dict[str, Engine] = {
         "ours": lambda prompts, new_tokens: ours.run(params, prompts, new_tokens)
     }
-    engines |= {peer.label: engine_of_peer(peer) for peer in started}
+    engines |= {peer.label: engine_of_peer(peer, reuse) for peer in started}
     timings = run_rounds(engines, cases, ids, rounds, before)
     bandwidth = bandwidth[_WARM_UP:]
     found: dict[str, Any] = {
