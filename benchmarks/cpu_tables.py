@@ -63,7 +63,7 @@ def memory(lines: Lines) -> str:
         "",
         "",
         "| model | load s, ours | llama.cpp | first token s, warm (512 tokens) | first call |"
-        " peak MB, ours | of it imports | peak / (file + pool) | without imports | llama.cpp peak MB |",
+        " peak MB, ours | of it imports | peak / (file + pool) | without imports | llama.cpp MB |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for line in found:
