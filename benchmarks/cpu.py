@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     names = lambda known: (
-        lambda text: [cpu_accuracy._known(part, known) for part in text.split(",") if part]
+        lambda text: [cpu_accuracy.known_name(part, known) for part in text.split(",") if part]
     )
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--model", type=names(MODELS), default=MODELS)
@@ -228,14 +228,12 @@ def memory(python: Path, path: Path, threads: int) -> dict[str, Any]:
         )
         rows.append(json.loads(done.stdout.splitlines()[-1]))
     mine = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
-    with tempfile.TemporaryDirectory():
-        peer = peers.Peer.start(python, "peer_llama_cpp.py", None, LLAMA, path, threads)
-        try:
-            prompts = [list(range(100, 612))]
-            peer.ask("generate", prompts=prompts, new_tokens=16)
-            theirs = peer.ask("memory") | {"load_s": peer.load_s, "start_s": peer.start_s}
-        finally:
-            peer.close()
+    peer = peers.Peer.start(python, "peer_llama_cpp.py", None, LLAMA, path, threads)
+    try:
+        peer.ask("generate", prompts=[list(range(100, 612))], new_tokens=16)
+        theirs = peer.ask("memory") | {"load_s": peer.load_s, "start_s": peer.start_s}
+    finally:
+        peer.close()
     mine["file_bytes"] = path.stat().st_size
     base = mine["file_bytes"] + mine["pool_bytes"]
     mine["peak_ratio"] = mine["peak_bytes"] / base

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    names = lambda known: lambda text: [_known(part, known) for part in text.split(",") if part]
+    names = lambda known: lambda text: [known_name(part, known) for part in text.split(",") if part]
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--model", type=names(MODELS), default=MODELS, help="known names, as they are")
     p.add_argument("--types", type=names(TYPES), default=TYPES, help="of SmolLM2-135M")
@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _known(name: str, known: Sequence[str]) -> str:
+def known_name(name: str, known: Sequence[str]) -> str:
     if name not in known:
         raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
     return name
@@ -292,7 +292,8 @@ def divergence(want: Any, got: Any) -> np.ndarray:
     parts = []
     for at in range(0, len(want), ROWS):
         p, q = log_softmax(want[at : at + ROWS]), log_softmax(got[at : at + ROWS])
-        gap = np.where(np.isneginf(p), 0, p - q)  # ids that are no tokens have no probability
+        with np.errstate(invalid="ignore"):  # ids that are no tokens have no probability
+            gap = np.where(np.isneginf(p), 0, p - q)
         parts.append((np.exp(p) * gap).sum(axis=-1))
     return np.concatenate(parts)
 

@@ -117,7 +117,7 @@ def where(lines: Lines) -> str:
         f"{line['date']}, {line['cpu']}, {line['threads']} threads, {line['rounds']} rounds, median"
         f" (least..most). Ours: {line['ours']['weights']} weights, native operations "
         f"{line['ours']['native']}, jax {line['ours']['jax']}. llama.cpp: llama-cpp-python "
-        f"{peer['version']}, {peer['compiler']}, `{peer['system_info'].strip()}`, cache "
+        f"{peer['version']}, {peer['openmp']}, `{peer['system_info'].strip()}`, cache "
         f"{peer['cache']}, flash attention {peer['flash_attention']}."
     )
 

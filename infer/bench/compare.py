@@ -218,7 +218,8 @@ def text_of(found: dict[str, Any]) -> str:
         f"ours: {mine['weights']} weights, {ran}; native operations: {mine['native']}",
     ]
     for label, peer in found["peers"].items():
-        lines.append(f"{label} {peer['version']}: {peer['system_info']}; {peer.get('compiler')}")
+        build = peer.get("build_flags", "not recorded")
+        lines.append(f"{label} {peer['version']}: {peer['system_info'].strip()} build: {build}")
     lines.append(f"{'':<12}{'engine':<18}{'tokens/s':>26}{'ours / peer':>22}")
     for name, row in found["cases"].items():
         for label, rates in row["tokens_per_s"].items():

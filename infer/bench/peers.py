@@ -126,10 +126,11 @@ class Peer:
 
     def close(self) -> None:
         """End the process by closing its input."""
-        assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.wait(timeout=30)
+        self.process.stdout.close()
 
 
 def python_of(folder: Path) -> Path:

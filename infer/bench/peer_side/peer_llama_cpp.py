@@ -44,19 +44,20 @@ def load(path: str, threads: int, dtype: str | None = None) -> dict[str, Any]:
         "version": llama_cpp.__version__,
         "details": {
             "threads": threads,
-            "compiler": compiler(),
+            "openmp": openmp_runtime(),
             "build_flags": build_flags(),
             **context_settings(),
         },
     }
 
 
-def compiler() -> str:
-    """Return what compiled ggml's CPU library, as its bytes tell; empty if they do not."""
+def openmp_runtime() -> str:
+    """Return the OpenMP library that ggml's CPU library asks for: libomp is clang's, libgomp gcc's;
+    empty if its bytes name none.
+    """
     for path in Path(llama_cpp.__file__).parent.glob("lib/libggml-cpu.so"):
-        for pattern in (rb"[ -~]*clang version [ -~]+", rb"GCC: [ -~]+"):
-            if found := re.search(pattern, path.read_bytes()):
-                return found.group().decode()
+        if found := re.search(rb"lib(omp|gomp|iomp)[0-9]*\.so[.0-9]*", path.read_bytes()):
+            return found.group().decode()
     return ""
 
 
