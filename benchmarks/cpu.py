@@ -200,13 +200,15 @@ imported = time.perf_counter()
 bytes_imported = peak_memory()["peak_bytes"]
 model = infer.load(sys.argv[1], packed=None)
 loaded = time.perf_counter()
+bytes_loaded = peak_memory()["peak_bytes"]
 case = DecodeCase(batch=1, prompt_tokens=512, new_tokens=16)
 prompts = prompt_rows(model.tokenizer.encode(TEXT), case)
 runs = [ours.run(model.params, prompts, case.new_tokens) for _ in range(2)]
 print(json.dumps({
     "import_s": imported - start, "load_s": loaded - imported, "compile_s": runs[0].compile_s,
     "first_ttft_s": runs[0].ttft_s, "warm_ttft_s": runs[1].ttft_s,
-    "imported_bytes": bytes_imported, "peak_bytes": peak_memory()["peak_bytes"],
+    "imported_bytes": bytes_imported, "loaded_bytes": bytes_loaded,
+    "peak_bytes": peak_memory()["peak_bytes"],
     "pool_bytes": pool_bytes(model.config, (512 + 16) // 16, 16, model.params.dtype),
 }))
 """

@@ -63,15 +63,16 @@ def memory(lines: Lines) -> str:
         "",
         "",
         "| model | load s, ours | llama.cpp | first token s, warm (512 tokens) | first call |"
-        " peak MB, ours | of it imports | peak / (file + pool) | without imports | llama.cpp MB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        " peak MB, ours | after imports | after load | peak / (file + pool) | without imports | llama.cpp MB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for line in found:
         a, b = line["ours"], line["llama.cpp"]
         rows.append(
             f"| {line['model']} | {a['load_s']:.2f} | {b['load_s']:.2f} | {a['warm_ttft_s']:.2f} | "
             f"{a['compile_s'] + a['first_ttft_s']:.2f} | {a['peak_bytes'] / 1e6:.0f} | "
-            f"{a['imported_bytes'] / 1e6:.0f} | {a['peak_ratio']:.2f} | "
+            f"{a['imported_bytes'] / 1e6:.0f} | {a['loaded_bytes'] / 1e6:.0f} | "
+            f"{a['peak_ratio']:.2f} | "
             f"{a['peak_ratio_without_imports']:.2f} | {b['peak_bytes'] / 1e6:.0f} |"
         )
     return "\n".join(rows)
