@@ -63,7 +63,8 @@ def memory(lines: Lines) -> str:
         "",
         "",
         "| model | load s, ours | llama.cpp | first token s, warm (512 tokens) | first call |"
-        " peak MB, ours | after imports | after load | peak / (file + pool) | without imports | llama.cpp MB |",
+        " peak MB, ours | after imports | after load | peak / (file + pool) | without imports |"
+        " llama.cpp MB |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for line in found:
