@@ -14,10 +14,11 @@ OPERATIONS = (
     "infer_dense_attention",
     "infer_embed",
     "infer_gated_mlp",
-    "infer_head",
     "infer_linear",
+    "infer_logsumexp",
     "infer_paged_attention",
     "infer_rope_write",
+    "infer_sample",
 )
 
 

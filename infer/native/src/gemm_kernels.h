@@ -330,26 +330,6 @@ void gate(float* gates, const float* up, Activation act, int n) {
   }
 }
 
-LogitStats stats(const float* logits, int n) {
-  const float least = -__builtin_inff();
-  float tail[kLanes];
-  for (int i = 0; i < kLanes; ++i) {
-    const int k = n / kLanes * kLanes + i;
-    tail[i] = k < n ? logits[k] : least;
-  }
-  const int vectors = (n + kLanes - 1) / kLanes;
-  auto at = [&](int v) { return load(kLanes * (v + 1) <= n ? logits + kLanes * v : tail); };
-  F32 most = set1(least);
-  for (int v = 0; v < vectors; ++v) most = max(most, at(v));
-  LogitStats s{reduce_max(most), 0.0f, 0};
-  while (s.argmax < n - 1 && logits[s.argmax] != s.max) ++s.argmax;
-  const F32 top = set1(s.max);
-  F32 sum = zero_f32();
-  for (int v = 0; v < vectors; ++v) sum = add(sum, exp(sub(at(v), top)));
-  s.sum = reduce_add(sum);
-  return s;
-}
-
-inline constexpr Kernels kKernels{prepare, prepare_group, panel, finish, gate, stats};
+inline constexpr Kernels kKernels{prepare, prepare_group, panel, finish, gate};
 
 }  // namespace infer::INFER_ISA
