@@ -131,16 +131,6 @@ struct BlockQ6K {
 
 // ---- Products ---------------------------------------------------------------------------------
 
-// How far ahead weights are asked for: about what a core has in flight from memory.
-constexpr int kPrefetch = 4096;
-
-template <int bytes>
-INFER_INLINE void prefetch(const uint8_t* p) {
-  for (int i = 0; i < bytes; i += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(p + kPrefetch + i), _MM_HINT_T0);
-  }
-}
-
 // y [M, 16] := M rows of activations times one panel.  The weights are unpacked once for all M.
 template <typename F, int M>
 void tile(const uint8_t* p, const Rows& x, int row, float* y) {
@@ -155,7 +145,6 @@ void tile(const uint8_t* p, const Rows& x, int row, float* y) {
     const typename F::Header header = F::header(p);
     p += F::kHeader;
     for (int i = 0; i < F::kGroups; ++i, p += F::kGroupBytes) {
-      prefetch<F::kGroupBytes>(p);
       Group w;
       F::group(header, p, w);
       for (int m = 0; m < M; ++m) {
@@ -194,7 +183,6 @@ void tile_float(const uint8_t* p, const Rows& x, int row, float* y) {
   F32 even[M], odd[M];
   for (int m = 0; m < M; ++m) even[m] = odd[m] = zero_f32();
   for (int k = 0; k < x.in; k += 2, p += 2 * kBytes) {
-    prefetch<2 * kBytes>(p);
     const F32 w0 = load_weights<format>(p), w1 = load_weights<format>(p + kBytes);
     for (int m = 0; m < M; ++m) {
       const float* xm = xs + static_cast<int64_t>(m) * x.in + k;
