@@ -92,7 +92,7 @@ def build(output: str | os.PathLike[str] | None = None, *, sanitize: bool = Fals
     """
     if reason := unsupported():
         raise BuildError(reason)
-    path = Path(output) if output is not None else SANITIZED if sanitize else LIBRARY
+    path = output_path(output, sanitize)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
@@ -100,6 +100,11 @@ def build(output: str | os.PathLike[str] | None = None, *, sanitize: bool = Fals
     except OSError as error:
         raise BuildError(f"{path} cannot be written: {error.strerror or error}") from None
     return path
+
+
+def output_path(output: str | os.PathLike[str] | None, sanitize: bool) -> Path:
+    """Return where `build` writes."""
+    return Path(output) if output is not None else SANITIZED if sanitize else LIBRARY
 
 
 def _link(command: list[str], folder: Path, extra: Sequence[str]) -> Path:
@@ -160,7 +165,10 @@ def _main() -> None:
     parser = argparse.ArgumentParser("python -m infer.native.build", description=__doc__)
     parser.add_argument("path", nargs="?", help="where to write the library [default: here]")
     parser.add_argument("--sanitize", action="store_true", help="build in ASan and UBSan")
+    parser.add_argument("--if-stale", action="store_true", help="not if it is there and fresh")
     options = parser.parse_args()
+    if options.if_stale and is_fresh(output_path(options.path, options.sanitize)):
+        return
     try:
         print(build(options.path, sanitize=options.sanitize))
     except BuildError as error:

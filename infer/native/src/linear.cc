@@ -109,6 +109,7 @@ ffi::Error head(ffi::AnyBuffer x, ffi::AnyBuffer data, ffi::RemainingArgs args,
     return invalid("argmax is %s; it must be int32 [%d]", shape_text(*argmax).c_str(), rows);
   }
   const float* gain = nullptr;
+  if (args.size() > 1) return invalid("%d arguments too many", static_cast<int>(args.size()) - 1);
   if (args.size() > 0) {
     const auto buffer = *args.get<ffi::AnyBuffer>(0);
     INFER_CHECK(check_f32("norm_gain", buffer, {in}));
