@@ -212,6 +212,7 @@ ffi::Error read_operands(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const
   a.num_heads = static_cast<int>(dims[2]);
   a.num_kv = static_cast<int>(num_kv);
   a.width = static_cast<int>(dims[3]);
+  a.window = std::min(window, int64_t{1} << 40);  // more than any position, and nothing overflows
   return ffi::Error::Success();
 }
 
@@ -262,7 +263,6 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   a.pools.token_stride = 1;
   a.scale = scale;
   a.softcap = softcap;
-  a.window = window;
   if (q.element_count() > 0) attention(a, static_cast<int>(q_dims[0]));
   return ffi::Error::Success();
 }
@@ -296,7 +296,6 @@ ffi::Error dense_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   a.pools.token_stride = k_dims[2];
   a.scale = scale;
   a.softcap = softcap;
-  a.window = window;
   if (q.element_count() > 0) attention(a, static_cast<int>(q_dims[0]));
   return ffi::Error::Success();
 }
