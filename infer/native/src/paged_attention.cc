@@ -175,9 +175,8 @@ ffi::Error read_operands(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const
                          const ffi::AnyBuffer& sinks, const ffi::AnyBuffer& out, int64_t num_kv,
                          int64_t window, Attention& a) {
   const auto dims = q.dimensions();
-  if (window < 1) {
-    return invalid("the window is %lld; a query sees 1 key, its own, or more",
-                   static_cast<long long>(window));
+  if (window < 0) {
+    return invalid("the window is %lld keys; it must be 0 or more", static_cast<long long>(window));
   }
   if (q.element_type() != ffi::DataType::F32 || out.element_type() != ffi::DataType::F32) {
     return invalid("q and the result must be float32");
