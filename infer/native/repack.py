@@ -15,25 +15,12 @@ import jax
 import numpy as np
 
 from infer import native
+from infer.native.formats import FORMATS
 from infer.pytree import Leaf, pytree_dataclass, static
 from infer.quant.qarray import QArray
 
 _PANEL = 16
 
-# Format name -> its number in gemm.h.
-FORMATS = {
-    "F32": 0,
-    "F16": 1,
-    "BF16": 2,
-    "Q4_0": 3,
-    "Q4_1": 4,
-    "Q5_0": 5,
-    "Q5_1": 6,
-    "Q8_0": 7,
-    "Q4_K": 8,
-    "Q5_K": 9,
-    "Q6_K": 10,
-}
 _OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 

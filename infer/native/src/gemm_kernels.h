@@ -252,7 +252,10 @@ INFER_INLINE void quantize_group(F32 a, F32 b, const Rows& to, int64_t group) {
   __builtin_memcpy(&most, &bits, sizeof most);
   const float d = most / 127.0f;
   const F32 inverse = set1(most > 1e-30f ? 127.0f / most : 0.0f);  // no overflow to infinity
-  const I32 qa = round_i32(mul(a, inverse)), qb = round_i32(mul(b, inverse));
+  // The maximum of NaN and a number is the number: as a code NaN would be -2^31, and sums overflow.
+  const F32 least = set1(-127.0f);
+  const I32 qa = round_i32(max(mul(a, inverse), least));
+  const I32 qb = round_i32(max(mul(b, inverse), least));
   store_i8(to.q + kGroup * group, qa);
   store_i8(to.q + kGroup * group + kLanes, qb);
   const int32_t sa = reduce_add(qa), sb = reduce_add(qb);
