@@ -8,21 +8,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LOG := $(VENV)/test.log
+PLAIN_LOG := $(VENV)/plain.log
+PLAIN_TESTS := tests/generation tests/models tests/ops tests/cli tests/weights/test_load.py
 # Of `make test`: more workers than cores only cost memory.
 WORKERS ?= 2
 MODEL ?= smollm2-135m
 PROMPT ?= In two sentences: why is the sky blue?
 
-.PHONY: demo test quick lint format resolve-cuda kernels gate native clean help
+.PHONY: demo test quick plain lint format resolve-cuda kernels gate native sanitize clean help
 
 help:
 	@echo "make demo          install, fetch $(MODEL), generate text"
-	@echo "make test          install, lint, the whole suite, the kernels' tests on Python 3.12"
+	@echo "make test          install, lint, the whole suite, parts of it in plain XLA and in"
+	@echo "                   sanitizers, the kernels' tests on Python 3.12"
 	@echo "make quick         the suite without its slow proofs"
+	@echo "make plain         what chooses an implementation, without native operations"
 	@echo "make lint          format check, ruff, pyright, layers (what the commit hooks run)"
 	@echo "make format        put files into the format that lint checks"
 	@echo "make kernels       only the kernels' tests on Python 3.12"
 	@echo "make native        compile the CPU's native operations, with g++ or clang++"
+	@echo "make sanitize      their tests in ASan and UBSan, and their threads in TSan, with g++"
 	@echo "make gate          compile changed kernels for GPUs that are not here, write the table"
 	@echo "make resolve-cuda  check that the CUDA extras resolve, without downloading them"
 	@echo "make clean         remove environments and caches of this folder"
@@ -44,11 +49,16 @@ $(VENV)/.stamp-test: pyproject.toml constraints.txt scripts/make_venv.sh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
 	@touch $(VENV)/.stamp-run
 
-# The CPU's native operations (docs/cpu.md).
+# The CPU's native operations (docs/cpu.md).  `pip install` has built them; this is for later.
 native: $(VENV)/.stamp-run
 	$(BIN)/python -m infer.native.build
 
+sanitize: $(VENV)/.stamp-test
+	bash scripts/sanitize.sh $(BIN)/python
+
+# Sources that are newer than the library: it is built anew where there is a compiler.
 demo: $(VENV)/.stamp-run
+	@$(BIN)/python -m infer.native.build --if-stale || true
 	$(BIN)/infer pull $(MODEL)
 	$(BIN)/infer generate --chat "$(PROMPT)" --model $(MODEL) --max-tokens 96
 
@@ -65,6 +75,10 @@ format: $(VENV)/.stamp-test
 quick: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
+# The suite runs native operations where they can be built; this leg runs plain XLA instead.
+plain: $(VENV)/.stamp-test
+	INFER_NATIVE=0 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PLAIN_TESTS) 2>&1 | tee $(PLAIN_LOG)
+
 kernels:
 	bash scripts/kernels_leg.sh
 
@@ -78,10 +92,15 @@ resolve-cuda: $(VENV)/.stamp-test
 # Lint first: it is quick.  The closing line of each test run stands at the end once more.
 test: lint resolve-cuda
 	INFER_TEST_PULL=1 $(BIN)/python -m pytest -n $(WORKERS) 2>&1 | tee $(LOG)
+	$(MAKE) --no-print-directory plain
+	bash scripts/sanitize.sh $(BIN)/python
 	bash scripts/kernels_leg.sh
 	@echo
 	@$(BIN)/python -c 'import jax, platform; print("main suite, Python", platform.python_version(), "jax", jax.__version__)'
 	@tail -n 1 $(LOG)
+	@echo "with INFER_NATIVE=0"
+	@tail -n 1 $(PLAIN_LOG)
+	@tail -n 1 $(VENV)/sanitize.log
 	@if [ -f .venv-kernels/test.log ]; then echo "kernels' tests, Python 3.12"; tail -n 1 .venv-kernels/test.log; fi
 
 clean:

@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 
 from infer import native  # noqa: E402
 from infer.bench.machine import cpu_name  # noqa: E402
-from infer.native.linear import gated_mlp, head, linear  # noqa: E402
+from infer.native.linear import gated_mlp, linear  # noqa: E402
 from infer.native.repack import repack  # noqa: E402
 from tests.native.weights import random_weight  # noqa: E402
 
@@ -80,7 +80,7 @@ def native_step(shape: Shape) -> tuple[Any, Callable[..., Any]]:
             x = gated_mlp(
                 x, p["gate"], p["up"], p["down"], shape.activation, gain, 1e-5, residual=True
             )
-        return head(x, w["head"], gain, 1e-5)[1]
+        return jnp.argmax(linear(x, (w["head"],), gain, 1e-5)[0], axis=-1)
 
     return weights, step
 

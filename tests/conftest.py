@@ -1,4 +1,8 @@
-"""Strict arithmetic, strict shapes and one compilation cache for the whole run."""
+"""Strict arithmetic, strict shapes and one compilation cache for the whole run.
+
+The suite runs what users get: native operations where they can be built, which happens once before
+the first test.  `INFER_NATIVE=0 pytest` runs plain XLA (and tests/native, which asks by name).
+"""
 
 import gc
 import os
@@ -7,8 +11,6 @@ import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Plain XLA is what the suite tests; tests/native forces what it tests.
-os.environ.setdefault("INFER_NATIVE", "0")
 if sys.version_info >= (3, 12):
     # XLA:CPU's threads.  The interpreter of Mosaic kernels, which only this leg has, blocks one for
     # each of three warpgroups, and stops for ever where there are fewer.
@@ -18,7 +20,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-from tests import typecheck
+from tests import native_library, typecheck
 
 install_import_hook("infer", f"{typecheck.__name__}.checked")
 
@@ -28,13 +30,20 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Share compiled programs between the workers of one run, and between runs in the same
-    checkout.
+    checkout; build the native library before there are workers.
     """
+    if os.environ.get("INFER_NATIVE") != "0" and not hasattr(config, "workerinput"):
+        native_library.build_if_stale()
     cache = os.environ.get("INFER_TEST_XLA_CACHE") or os.path.join(
         tempfile.gettempdir(), f"infer-test-xla-{os.getuid()}-{jax.__version__}"
     )
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def pytest_report_header() -> str:
+    """Say which implementation the suite runs."""
+    return f"native operations: {native_library.description()}"
 
 
 @pytest.fixture(autouse=True)

@@ -81,7 +81,7 @@ def generate(
     prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens a prefill step.")] = None,
     implementation: Annotated[
         str | None,
-        typer.Option(help="xla, triton or mosaic [default: the best for each operation here]."),
+        typer.Option(help="xla, native, triton or mosaic [default: each operation's best here]."),
     ] = None,
     dtype: DtypeOption = None,
     packed: PackedOption = None,
@@ -114,7 +114,7 @@ def generate(
             "seed": seed,
         }
         job = Batch(*batch, out=out, model=model, defaults=given, as_json=as_json)
-        job.run(lambda: load_model(model, dtype, packed), options)
+        job.run(lambda: load_model(model, dtype, packed, implementation), options)
         return
     if out is not None:
         raise ConfigError(
@@ -132,7 +132,7 @@ def generate(
         seed=seed,
     )
     sampling = [sampling_params(base, prompt) for prompt in todo]
-    loaded, load_s = load_model(model, dtype, packed)
+    loaded, load_s = load_model(model, dtype, packed, implementation)
     given = model_prompts(loaded, [prompt.text for prompt in todo], chat)
     if len(todo) == 1 and not as_json and sys.stdout.isatty():
         pieces = loaded.stream(given[0], sampling=sampling[0], **options)
@@ -214,6 +214,7 @@ def as_object(
         "model": model,
         "backend": stats.get("backend"),
         "implementation": stats.get("implementation"),
+        "implementations": stats.get("implementations"),
         "outputs": outputs,
         "stats": figures,
     }

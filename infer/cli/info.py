@@ -1,4 +1,6 @@
-"""`infer info`: what a model file holds, and what fits on a chip.  Reads headers; no JAX."""
+"""`infer info`: what a model file holds, what would run it here, and what fits on a chip.  Reads
+headers; JAX only where there may be a GPU.
+"""
 
 import dataclasses
 import json
@@ -8,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from infer import hardware
+from infer.cli import implementation
 from infer.errors import WeightFormatError
 from infer.plan import capacity, roofline
 from infer.plan.shape import kv_bytes_per_token
@@ -27,10 +30,14 @@ def info(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a model's layers, types, bytes, cache per token, and what fits on a chip."""
+    """Show a model's layers, types, bytes, cache per token, what runs it here, and what fits on a
+    chip.
+    """
     path = model_file(model)
     found, files = summary_of(path)
     report = report_of(model, files, found, context)
+    params = {name: total.params for name, total in found.types.items()}
+    report["runs_here"] = implementation.runs_here(params, path.is_dir())
     if chip is not None:
         report["chip"] = chip_report(found, hardware.get_chip(chip), report["context"])
     print(json.dumps(report) if as_json else text_of(report))
@@ -174,6 +181,7 @@ def text_of(report: dict[str, Any]) -> str:
         )
     if report["num_layers"]:
         lines += _cache_lines(report)
+    lines.append(f"  runs here      {implementation.text_of(report['runs_here'])}")
     if "chip" in report:
         lines += _chip_lines(report["chip"], report["context"])
     return "\n".join(lines)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from infer.cli.implementation import say_what_is_missing
 from infer.cli.progress import progress_bars
 from infer.weights import bundled, hub
 
@@ -22,11 +23,28 @@ def use_compilation_cache() -> None:
 
 
 def load_model(
-    model: str, dtype: str | None = None, packed: bool | None = None
+    model: str,
+    dtype: str | None = None,
+    packed: bool | None = None,
+    implementation: str | None = None,
 ) -> tuple[Any, float]:
-    """Return the loaded model and the seconds it took, a download not counted."""
+    """Return the loaded model and the seconds it took, a download not counted.
+
+    Where native operations are missing that could be had, one line on standard error says so.
+
+    Args:
+        model: what the user named.
+        dtype: of `infer.load`.
+        packed: of `infer.load`; None is False where another implementation than "native" is forced,
+            which cannot read the native operations' weights.
+        implementation: what will run it, or None.
+    """
     import infer
 
+    if implementation in (None, "native"):
+        say_what_is_missing()
+    elif packed is None:
+        packed = False
     with progress_bars() as update:
         if model in bundled.known_models():
             bundled.pull(model, progress=update)

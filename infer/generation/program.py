@@ -39,7 +39,7 @@ from infer.generation.state import (
 )
 from infer.models import decoder
 from infer.models.params import Params
-from infer.ops.sample import process_logits, sample
+from infer.ops.sample import logsumexp, process_logits, sample
 from infer.pytree import Leaf, pytree_dataclass
 from infer.sampling import (
     History,
@@ -227,11 +227,12 @@ def _score_prompts(
         target = requests.prompts.at[row[g], positions[g] + 1].get(mode="clip")
         at = jnp.where(wanted[g], row[g], num_requests), positions[g] + 1
         count = out.prompt_top_tokens.shape[-1]
-        ids, values = top_log_probabilities(raw, max(count, 1))
+        total = logsumexp(raw, implementation)
+        ids, values = top_log_probabilities(raw, max(count, 1), total)
         return dataclasses.replace(
             out,
             prompt_logprobs=out.prompt_logprobs.at[at].set(
-                log_probabilities(raw, target), mode="drop"
+                log_probabilities(raw, target, total), mode="drop"
             ),
             prompt_top_tokens=out.prompt_top_tokens.at[at].set(ids[:, :count], mode="drop"),
             prompt_top_logprobs=out.prompt_top_logprobs.at[at].set(values[:, :count], mode="drop"),
@@ -305,10 +306,12 @@ def _emit(
         allowed = process_logits(raw, sampling, history, implementation)
         keys = draw_keys(sampling.key, requests.choice[row], state.num_generated, Role.DRAW)
         token = sample(allowed, sampling, keys, implementation)
-        # A row without a number to compare, or with nothing left to draw, has no answer.
-        best = jnp.max(allowed, axis=-1)
-        sane = ~jnp.any(jnp.isnan(raw), axis=-1) & ~jnp.isneginf(best)
+        total = logsumexp(raw, implementation)
+        # A row with a NaN, or with nothing left to draw, has no answer.
+        nothing = jnp.isneginf(log_probabilities(allowed, token, jnp.zeros_like(total)))
+        sane = ~jnp.isnan(total) & ~nothing
         reported = filtered_logits(allowed, sampling) if processed else raw
+        total = logsumexp(reported, implementation) if processed else total
     out, column = state.output, state.num_generated
     broken = ready & ~sane
     ready = ready & sane
@@ -322,13 +325,13 @@ def _emit(
     num_logprobs = out.top_tokens.shape[-1]
     top_tokens, top_logprobs = out.top_tokens, out.top_logprobs
     if num_logprobs:
-        ids, values = top_log_probabilities(reported, num_logprobs)
+        ids, values = top_log_probabilities(reported, num_logprobs, total)
         top_tokens, top_logprobs = put(top_tokens, ids), put(top_logprobs, values)
     done = jnp.where(finished, state.request, num_requests)
     output = dataclasses.replace(
         out,
         tokens=put(out.tokens, token),
-        logprobs=put(out.logprobs, log_probabilities(reported, token)),
+        logprobs=put(out.logprobs, log_probabilities(reported, token, total)),
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
         lengths=out.lengths.at[target].set(num_generated, mode="drop"),

@@ -14,10 +14,11 @@ OPERATIONS = (
     "infer_dense_attention",
     "infer_embed",
     "infer_gated_mlp",
-    "infer_head",
     "infer_linear",
+    "infer_logsumexp",
     "infer_paged_attention",
     "infer_rope_write",
+    "infer_sample",
 )
 
 
@@ -35,8 +36,10 @@ def by_default() -> bool:
 
 
 def why_not() -> str:
-    """Return why the native operations cannot be used, in one line; empty if they can."""
-    return _load()[1]
+    """Return why the native operations cannot be used, in one line that says what to do about it;
+    empty if they can.  Needs no JAX.
+    """
+    return _open()[1]
 
 
 def isa() -> str:
@@ -44,8 +47,8 @@ def isa() -> str:
 
     INFER_NATIVE_ISA, read once, chooses a lesser one.
     """
-    library = _load()[0]
-    return "none" if library is None else library.infer_native_isa().decode()
+    opened = _open()[0]
+    return "none" if opened is None else opened.infer_native_isa().decode()
 
 
 def num_threads() -> int:
@@ -53,44 +56,52 @@ def num_threads() -> int:
 
     1 where the library is not available.
     """
-    library = _load()[0]
-    return 1 if library is None else library.infer_native_num_threads()
+    opened = _open()[0]
+    return 1 if opened is None else opened.infer_native_num_threads()
 
 
+@functools.cache
 def library() -> Any:
     """Return the loaded library with all operations registered.
 
     Raises:
         NotImplementedError: It cannot be used here.
     """
-    loaded, reason = _load()
-    if loaded is None:
+    opened, reason = _open()
+    if opened is None:
         raise NotImplementedError(f"no native operations: {reason}")
-    return loaded
+    import jax.ffi
+
+    for name in OPERATIONS:
+        handler = jax.ffi.pycapsule(getattr(opened, name))
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    return opened
 
 
 @functools.cache
-def _load() -> tuple[Any, str]:
+def _open() -> tuple[Any, str]:
     """Return the library and "", or None and why not."""
     from infer.native import build  # here, or `python -m infer.native.build` would load it twice
 
     path = os.environ.get("INFER_NATIVE_LIBRARY") or str(build.LIBRARY)
+    way_out = "run python -m infer.native.build"
     if not os.path.exists(path):
-        return None, f"{path} is not built; run python -m infer.native.build"
+        if reason := build.unsupported():
+            return None, reason
+        try:
+            build.compiler()
+        except build.BuildError as error:
+            return None, f"{path} is not built, and there is {error}; then {way_out}"
+        return None, f"{path} is not built; {way_out}"
     try:
         library = ctypes.CDLL(path)
         for name in ("isa", "error", "sources"):
             getattr(library, f"infer_native_{name}").restype = ctypes.c_char_p
-        handlers = {name: getattr(library, name) for name in OPERATIONS}
+        for name in OPERATIONS:
+            getattr(library, name)
         sources = library.infer_native_sources().decode()
     except (OSError, AttributeError) as error:
-        return None, f"{path} cannot be loaded ({error}); run python -m infer.native.build"
+        return None, f"{path} cannot be loaded ({error}); {way_out}"
     if build.SOURCES.is_dir() and sources != build.source_hash():
-        return None, f"{path} was built from other sources; run python -m infer.native.build"
-    if reason := library.infer_native_error().decode():
-        return None, reason
-    import jax.ffi
-
-    for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
-    return library, ""
+        return None, f"{path} was built from other sources; {way_out}"
+    return (None, reason) if (reason := library.infer_native_error().decode()) else (library, "")

@@ -1,9 +1,14 @@
 """Compile `infer/native/src` into one shared library: `python -m infer.native.build [path]`.
 
 Every source is compiled for plain x86-64 but for the kernels, which are compiled once for each
-instruction set, in files named for it; the CPU's is chosen at run time.
+instruction set, in files named for it; the CPU's is chosen at run time.  Nothing is needed but a
+compiler: XLA's headers are in `third_party/` (why: its README).
+
+With `--sanitize` the library checks itself with ASan and UBSan and becomes `_native_sanitize.so`;
+`scripts/sanitize.sh` runs the tests with it.
 """
 
+import argparse
 import hashlib
 import os
 import platform
@@ -17,7 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
+HEADERS = Path(__file__).parent / "third_party"
 LIBRARY = Path(__file__).parent / "_native.so"
+SANITIZED = Path(__file__).parent / "_native_sanitize.so"
 
 # -ffp-contract=off: a multiplication and an addition are fused where the source says so and nowhere
 # else, so that all compilers and instruction sets round alike.
@@ -33,6 +40,10 @@ _FLAGS_BY_SUFFIX = {
         " -mprefer-vector-width=512"
     ).split(),
 }
+# Beside the flags above.  The first finding ends the process, so that no test can pass over it.
+_SANITIZE = (
+    "-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+).split()
 _COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -41,12 +52,25 @@ class BuildError(RuntimeError):
 
 
 def source_hash() -> str:
-    """Return a digest of all sources, which the library carries to be told from a stale one."""
-    digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
-        if path.suffix in (".cc", ".h"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    """Return a digest of all sources and flags, which the library carries to be told from a stale
+    one.
+    """
+    digest = hashlib.sha256(repr((_FLAGS, _LINK_FLAGS, _FLAGS_BY_SUFFIX)).encode())
+    for folder in (SOURCES, HEADERS):
+        for path in sorted(folder.rglob("*.*")):
+            if path.suffix in (".cc", ".h"):
+                digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def unsupported() -> str:
+    """Return why this machine can never have the library, in one line; empty if it can."""
+    if platform.machine() in ("x86_64", "AMD64") and sys.platform.startswith("linux"):
+        return ""
+    return (
+        f"the native operations are for x86-64 Linux, not {platform.machine()} {sys.platform};"
+        " everything works without them, in plain XLA"
+    )
 
 
 def is_fresh(library: Path = LIBRARY) -> bool:
@@ -54,40 +78,51 @@ def is_fresh(library: Path = LIBRARY) -> bool:
     return library.exists() and source_hash().encode() in library.read_bytes()
 
 
-def build(output: str | os.PathLike[str] | None = None) -> Path:
+def build(output: str | os.PathLike[str] | None = None, *, sanitize: bool = False) -> Path:
     """Compile and link the library.
 
     Args:
-        output: Where to write it; None for `infer/native/_native.so`.  It is replaced at once, so a
-            process that has the old one loaded keeps it.
+        output: Where to write it; None for `infer/native/_native.so`, or `_native_sanitize.so`.  It
+            is replaced at once, so a process that has the old one loaded keeps it.
+        sanitize: Build in ASan and UBSan.
 
     Raises:
-        BuildError: The machine is no x86-64 Linux, there is no compiler, or it failed.
+        BuildError: The machine is no x86-64 Linux, there is no compiler or it failed, or the place
+            cannot be written.
     """
-    if platform.machine() not in ("x86_64", "AMD64") or not sys.platform.startswith("linux"):
-        raise BuildError(
-            f"the native operations are for x86-64 Linux, not {platform.machine()} {sys.platform};"
-            " everything works without them, in plain XLA"
-        )
-    import jax.ffi  # here, so that the checks above need no JAX
+    if reason := unsupported():
+        raise BuildError(reason)
+    path = output_path(output, sanitize)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
+            os.replace(_link(compiler(), Path(folder), _SANITIZE if sanitize else ()), path)
+    except OSError as error:
+        raise BuildError(f"{path} cannot be written: {error.strerror or error}") from None
+    return path
 
-    output = Path(output) if output is not None else LIBRARY
-    compiler = [*_compiler(), *_FLAGS, f'-DINFER_SOURCE_HASH="{source_hash()}"']
-    compiler += ["-isystem", jax.ffi.include_dir()]
+
+def output_path(output: str | os.PathLike[str] | None, sanitize: bool) -> Path:
+    """Return where `build` writes."""
+    return Path(output) if output is not None else SANITIZED if sanitize else LIBRARY
+
+
+def _link(command: list[str], folder: Path, extra: Sequence[str]) -> Path:
+    """Compile all sources in `folder` and return the linked library there."""
+    compile_ = [*command, *_FLAGS, *extra, f'-DINFER_SOURCE_HASH="{source_hash()}"']
+    compile_ += ["-isystem", str(HEADERS)]
     sources = sorted(SOURCES.glob("*.cc"), key=_slow_first)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".build-") as folder:
-        objects = [str(Path(folder) / f"{s.stem}.o") for s in sources]
-        commands = [
-            [*compiler, *_flags_of(s), "-c", str(s), "-o", o]
-            for s, o in zip(sources, objects, strict=True)
-        ]
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            list(pool.map(_run, commands))
-        library = str(Path(folder) / "library.so")
-        _run([*_compiler(), *objects, *_LINK_FLAGS, "-o", library])
-        os.replace(library, output)
-    return output
+    objects = [str(folder / f"{s.stem}.o") for s in sources]
+    commands = [
+        [*compile_, *_flags_of(s), "-c", str(s), "-o", o]
+        for s, o in zip(sources, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(_run, commands))
+    library = folder / "library.so"
+    link_flags = [f for f in _LINK_FLAGS if not (extra and f == "-s")]  # reports name lines
+    _run([*command, *objects, *link_flags, *extra, "-o", str(library)])
+    return library
 
 
 def _slow_first(source: Path) -> tuple[bool, str]:
@@ -101,8 +136,12 @@ def _flags_of(source: Path) -> Sequence[str]:
     return ()
 
 
-def _compiler() -> list[str]:
-    """Return the command in CXX, or the first C++ compiler on the path."""
+def compiler() -> list[str]:
+    """Return the command in CXX, or the first C++ compiler on the path.
+
+    Raises:
+        BuildError: There is none.
+    """
     named = shlex.split(os.environ.get("CXX", ""))
     candidates = [named] if named else [[c] for c in _COMPILERS]
     for command in candidates:
@@ -122,8 +161,19 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{shlex.join(command[:1])} failed with {done.returncode}: {first}")
 
 
-if __name__ == "__main__":
+def _main() -> None:
+    parser = argparse.ArgumentParser("python -m infer.native.build", description=__doc__)
+    parser.add_argument("path", nargs="?", help="where to write the library [default: here]")
+    parser.add_argument("--sanitize", action="store_true", help="build in ASan and UBSan")
+    parser.add_argument("--if-stale", action="store_true", help="not if it is there and fresh")
+    options = parser.parse_args()
+    if options.if_stale and is_fresh(output_path(options.path, options.sanitize)):
+        return
     try:
-        print(build(*sys.argv[1:2]))
+        print(build(options.path, sanitize=options.sanitize))
     except BuildError as error:
         sys.exit(f"native operations: not built: {error}")
+
+
+if __name__ == "__main__":
+    _main()

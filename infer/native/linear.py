@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from infer import native
 from infer.native.repack import FORMATS, Packed
@@ -135,43 +135,6 @@ def gated_mlp(
         residual=residual,
         eps=np.float32(eps),
     )
-
-
-def head(
-    x: Float[Array, "T D"],
-    weight: Packed,
-    norm_gain: Float[Array, " D"] | None = None,
-    eps: float = 0.0,
-) -> tuple[Float[Array, "T V"], Int[Array, " T"], Float[Array, " T"]]:
-    """Return the logits, the lowest index of each row's greatest, and each row's log-sum-exp.
-
-    A row with NaN has the log-sum-exp NaN, and its index means nothing.
-
-    Raises:
-        NotImplementedError: the native operations cannot be used here.
-        ValueError: shapes or dtypes do not fit.
-    """
-    native.library()
-    _check("x", x, (x.shape[0], weight.shape[1]))
-    _check("norm_gain", norm_gain, (x.shape[1],))
-    rows = (x.shape[0],)
-    call = jax.ffi.ffi_call(
-        "infer_head",
-        (
-            jax.ShapeDtypeStruct((*rows, weight.shape[0]), jnp.float32),
-            jax.ShapeDtypeStruct(rows, jnp.int32),
-            jax.ShapeDtypeStruct(rows, jnp.float32),
-        ),
-        vmap_method="sequential",
-    )
-    logits, argmax, lse = call(
-        x,
-        weight.data,
-        *(() if norm_gain is None else (norm_gain,)),
-        format=np.int64(FORMATS[weight.format]),
-        eps=np.float32(eps),
-    )
-    return logits, argmax, lse
 
 
 def _int64s(values: Sequence[int]) -> np.ndarray:

@@ -67,9 +67,43 @@ def sample(
         "sample",
         (logits, state, keys),
         xla=sampling.sample,
-        kernels={"triton": kernel(False), "interpret": kernel(True)},
+        kernels={"native": _sample_native, "triton": kernel(False), "interpret": kernel(True)},
         preferred=("triton",),
         implementation=implementation,
+    )
+
+
+def logsumexp(logits: Float[Array, "B V"], implementation: str | None = None) -> Float[Array, " B"]:
+    """Return log(sum(exp(logits))) of each row: logits less this are log-probabilities.  NaN for a
+    row with NaN.
+    """
+    return choose(
+        "logsumexp",
+        (logits,),
+        xla=lambda x: jax.nn.logsumexp(x, axis=-1),
+        kernels={"native": _logsumexp_native},
+        preferred=(),
+        implementation=implementation,
+    )
+
+
+def _logsumexp_native(logits: Array) -> Array:
+    from infer.native.sample import logsumexp as kernel
+
+    return kernel(logits)
+
+
+def _sample_native(logits: Array, state: SamplingState, keys: Array) -> Array:
+    from infer.native.sample import sample as kernel
+
+    return kernel(
+        logits,
+        state.temperature,
+        state.top_k,
+        state.top_p,
+        state.min_p,
+        jax.random.key_data(keys),
+        greedy_below=GREEDY_BELOW,
     )
 
 

@@ -128,15 +128,19 @@ def top_p_mask(x: Float[Array, "B V"], top_p: Float[Array, " B"]) -> Bool[Array,
     return above | (ties & fits)
 
 
-def log_probabilities(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Return the log-probability of each row's token under the raw distribution."""
+def log_probabilities(
+    logits: Float[Array, "B V"], tokens: Int[Array, " B"], total: Float[Array, " B"]
+) -> Float[Array, " B"]:
+    """Return the log-probability of each row's token; `total` is the rows' log-sum-exp."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1, mode="clip")[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    return chosen - total
 
 
 def top_log_probabilities(
-    logits: Float[Array, "B V"], count: int
+    logits: Float[Array, "B V"], count: int, total: Float[Array, " B"]
 ) -> tuple[Int[Array, "B C"], Float[Array, "B C"]]:
-    """Return ids and raw log-probabilities of the `count` likeliest tokens, likeliest first."""
+    """Return ids and log-probabilities of the `count` likeliest tokens, likeliest first; `total` is
+    the rows' log-sum-exp.
+    """
     values, ids = lax.top_k(logits, count)
-    return ids.astype(jnp.int32), values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return ids.astype(jnp.int32), values - total[:, None]

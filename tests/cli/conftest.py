@@ -71,6 +71,7 @@ class FakeModel:
                 "prefill_tokens_per_s": None,
                 "compiles": 1,
                 "implementation": "xla",
+                "implementations": {"linear": "xla"},
                 "backend": "cpu",
                 "num_prompt_tokens": [len(p) for p in prompts],
                 "num_output_tokens": lengths,
@@ -130,6 +131,7 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> FakeModel:
     monkeypatch.setitem(vars(infer), "load", load)
     monkeypatch.setitem(vars(infer), "SamplingParams", FakeParams)
     monkeypatch.setenv("INFER_NO_COMPILE_CACHE", "1")
+    monkeypatch.setenv("INFER_NATIVE", "0")  # or a machine without a compiler would say so
     monkeypatch.setenv("INFER_CACHE", str(tmp_path / "cache"))
     return fake
 

@@ -26,6 +26,7 @@ def test_json_is_the_contract(model: FakeModel, capsys: pytest.CaptureFixture[st
         "model": "m",
         "backend": "cpu",
         "implementation": "xla",
+        "implementations": {"linear": "xla"},
         "outputs": [
             {
                 "prompt": "a b",

@@ -80,7 +80,7 @@ def test_the_capital_of_france(name: str, start: str) -> None:
 
 def test_packed_weights_give_the_logits_of_unpacked_ones() -> None:
     path = real_model_path("smollm2-135m")
-    packed = load_gguf(path, packed=True)
+    packed = load_gguf(path, packed="blocks")  # native products round the activations
     ids = jnp.asarray([[1, 2, 3, 5, 8, 13, 21, 34]], jnp.int32)
     forward = jax.jit(decoder.forward)
     difference = forward(packed, ids) - forward(_model("smollm2").params, ids)

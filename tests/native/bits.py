@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer import native
-from infer.native.linear import gated_mlp, head, linear
+from infer.native.linear import gated_mlp, linear
 from infer.native.repack import repack
+from infer.native.sample import logsumexp, sample
 from tests.native.weights import FORMATS, random_rows, random_weight
 
 
@@ -22,12 +23,27 @@ def results() -> dict[str, list[np.ndarray]]:
     for name in FORMATS:
         wide = repack(random_weight(name, (1000, 256)))
         results[f"linear {name}"] = list(linear(x, (wide,), norm_gain=gain, eps=1e-6))
-        results[f"head {name}"] = list(head(x, wide))
         gate, up = (repack(random_weight(name, (512, 256), seed=s)) for s in (3, 4))
         down = repack(random_weight(name, (256, 512), seed=5))
         for act in ("silu", "gelu_tanh"):
             y = gated_mlp(x, gate, up, down, act, norm_gain=gain, residual=True)
             results[f"gated_mlp {act} {name}"] = [y]
+    logits = jnp.asarray(np.random.default_rng(6).standard_normal((6, 9000), np.float32) * 4)
+    results["logsumexp"] = [logsumexp(logits)]
+    of = lambda *values: jnp.asarray(values, jnp.float32)
+    keys = jnp.arange(12, dtype=jnp.uint32).reshape(6, 2)
+    results["sample"] = [
+        sample(
+            logits,
+            of(0, 0.7, 1, 1, 2, 9),
+            jnp.asarray([0, 0, 40, 0, 9, 0], jnp.int32),
+            of(1, 1, 1, 0.9, 0.8, 0.99),
+            of(0, 0.01, 0, 0, 0, 0),
+            keys + jnp.uint32(100 * i),
+            greedy_below=1e-5,
+        )
+        for i in range(50)
+    ]
     return {name: [np.asarray(y) for y in ys] for name, ys in results.items()}
 
 

@@ -1,21 +1,12 @@
-"""Build the library if it is missing or older than its sources; skip where it cannot be built."""
-
-import fcntl
+"""These tests ask for native operations by name; they are skipped where there can be none."""
 
 import pytest
 
 from infer import native
-from infer.native import build
+from tests import native_library
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _library() -> None:
-    with open(build.__file__) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one worker builds, the others wait
-        if not build.is_fresh():
-            try:
-                build.build()
-            except build.BuildError as error:
-                pytest.skip(str(error))
-    if not native.available():
-        pytest.skip(native.why_not())
+    if reason := native_library.build_if_stale() or native.why_not():
+        pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""Products, gated MLP and head against the weight that `dequantize` defines."""
+"""Products and gated MLP against the weight that `dequantize` defines."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.native.linear import gated_mlp, head, linear
+from infer.native.linear import gated_mlp, linear
 from infer.native.repack import Packed, repack
 from tests.native import bits
 from tests.native.weights import (
@@ -194,30 +194,6 @@ def test_gated_mlp_of_large_gates_is_finite() -> None:
         np.testing.assert_allclose(y[0, :7], want, rtol=1e-6, atol=1e-30)
 
 
-def test_head_is_linear_with_statistics() -> None:
-    weight = random_weight("Q8_0", (1500, 64))
-    x, packed = jnp.asarray(random_rows(70, 64)), repack(weight)
-    logits, argmax, lse = head(x, packed)
-    assert np.array_equal(logits, linear(x, (packed,))[0])
-    assert np.array_equal(argmax, np.argmax(logits, axis=-1))
-    z = np.asarray(logits, np.float64)
-    top = z.max(axis=-1, keepdims=True)
-    want = top[:, 0] + np.log(np.exp(z - top).sum(axis=-1))
-    np.testing.assert_allclose(lse, want, rtol=1e-6)
-    for part in (slice(0, 1), slice(3, 12)):
-        for a, b in zip(head(x[part], packed), (logits, argmax, lse), strict=True):
-            assert np.array_equal(a, b[part])
-
-
-def test_argmax_of_equal_logits_is_the_lowest() -> None:
-    weight = np.zeros((1600, 32), np.float32)
-    weight[[700, 3, 1599, 1200], 0] = 1
-    x = jnp.asarray([[1.0] + [0] * 31, [-1.0] + [0] * 31], jnp.float32)
-    _, argmax, lse = head(x, repack(jnp.asarray(weight)))
-    assert argmax.tolist() == [3, 0]
-    np.testing.assert_allclose(lse[0], np.log(4 * np.e + 1596), rtol=1e-6)
-
-
 def test_nan_and_zero_rows() -> None:
     x = random_rows(10, 64)
     weight = repack(random_weight("Q4_0", (40, 64)))
@@ -227,7 +203,6 @@ def test_nan_and_zero_rows() -> None:
     assert not np.isfinite(y[2]).any() and not np.isfinite(y[4]).any() and not np.any(y[6])
     others = [0, 1, 3, 5, 7, 8, 9]
     assert np.array_equal(y[jnp.asarray(others)], clean[jnp.asarray(others)])
-    assert np.isnan(head(jnp.asarray(x), weight)[2][2])
 
 
 def test_no_rows() -> None:
@@ -235,7 +210,6 @@ def test_no_rows() -> None:
     x = jnp.zeros((0, 64), jnp.float32)
     assert linear(x, (weight,))[0].shape == (0, 64)
     assert gated_mlp(x, weight, weight, weight, "silu").shape == (0, 64)
-    assert [y.shape for y in head(x, weight)] == [(0, 64), (0,), (0,)]
 
 
 def test_inside_jit_and_vmap() -> None:
@@ -294,4 +268,4 @@ def test_data_of_another_shape_is_an_error_before_memory_is_touched() -> None:
         jax.block_until_ready(linear(jnp.zeros((2, 64), jnp.float32), (lying,)))
     other = Packed(weight.data, format="Q8_0", shape=(40, 64))
     with pytest.raises(jax.errors.JaxRuntimeError, match="weight has packed data"):
-        jax.block_until_ready(head(jnp.zeros((2, 64), jnp.float32), other))
+        jax.block_until_ready(linear(jnp.zeros((2, 64), jnp.float32), (other,)))

@@ -23,51 +23,15 @@ from infer.sampling import (
     top_log_probabilities,
     top_p_mask,
 )
+from tests.sampling.states import state_of
 
 pytestmark = pytest.mark.kernels
-
-
-def _state(rows: int, vocab: int, **changes: object) -> SamplingState:
-    fields = (
-        dict(
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            max_tokens=10,
-            min_tokens=0,
-            presence=0.0,
-            frequency=0.0,
-            repetition=1.0,
-        )
-        | changes
-    )
-    array = lambda name, dtype: jnp.broadcast_to(jnp.asarray(fields[name], dtype), (rows,))
-    return SamplingState(
-        temperature=array("temperature", jnp.float32),
-        top_k=array("top_k", jnp.int32),
-        top_p=array("top_p", jnp.float32),
-        min_p=array("min_p", jnp.float32),
-        presence=array("presence", jnp.float32),
-        frequency=array("frequency", jnp.float32),
-        repetition=array("repetition", jnp.float32),
-        bias_ids=jnp.zeros((rows, 0), jnp.int32),
-        bias=jnp.zeros((rows, 0), jnp.float32),
-        allowed=jnp.ones((rows, 0), bool),
-        bad_words=jnp.zeros((rows, 0, 0), jnp.int32),
-        max_tokens=array("max_tokens", jnp.int32),
-        min_tokens=array("min_tokens", jnp.int32),
-        stop_ids=jnp.full((rows, 2), vocab, jnp.int32),
-        key=request_keys(
-            jax.random.key(0), *seed_words([None] * rows), jnp.arange(rows, dtype=jnp.int32)
-        ),
-    )
 
 
 def _kept(logits: list[float], **changes: object) -> list[int]:
     row = jnp.asarray([logits], jnp.float32)
     return np.flatnonzero(
-        np.isfinite(filtered_logits(row, _state(1, len(logits), **changes))[0])
+        np.isfinite(filtered_logits(row, state_of(1, len(logits), **changes))[0])
     ).tolist()
 
 
@@ -84,7 +48,7 @@ def test_top_p_is_of_the_row_that_top_k_left() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-45])
 def test_a_vanishing_temperature_is_greedy(temperature: float) -> None:
-    state = _state(1, 3, temperature=temperature)
+    state = state_of(1, 3, temperature=temperature)
     assert sample(jnp.asarray([[1.0, 3, 2]]), state, state.key).tolist() == [1]
 
 
@@ -95,7 +59,7 @@ def test_a_top_k_that_is_off_or_past_the_vocabulary_keeps_all(top_k: int) -> Non
 
 def test_greedy_rows_are_exact_beside_sampled_ones_and_ties_give_the_lowest_id() -> None:
     logits = jnp.asarray([[0.0, 5, 5, 1], [1.0, 1, 1, 1], [-0.0, 0.0, -1, -2]])
-    state = _state(3, 4, temperature=[0.0, 1.0, 0.0])
+    state = state_of(3, 4, temperature=[0.0, 1.0, 0.0])
     tokens = sample(logits, state, state.key)
     assert int(tokens[0]) == 1
     assert int(tokens[2]) == 0
@@ -156,7 +120,7 @@ def test_a_vanishing_top_p_keeps_the_likeliest_token(top_p: float) -> None:
 
 def test_frequencies_of_a_filtered_draw_are_its_probabilities() -> None:
     logits = jnp.broadcast_to(jnp.asarray([2.0, 1.0, 0.0, -1.0, -5.0]), (20_000, 5))
-    state = _state(20_000, 5, temperature=1.5, top_k=4, top_p=0.95)
+    state = state_of(20_000, 5, temperature=1.5, top_k=4, top_p=0.95)
     counts = np.bincount(
         sample(logits, state, draw_keys(state.key, *[jnp.zeros(20_000, jnp.int32)] * 2, Role.DRAW)),
         minlength=5,
@@ -174,18 +138,19 @@ def test_frequencies_of_a_filtered_draw_are_its_probabilities() -> None:
 
 def test_log_probabilities_are_the_raw_models_whatever_the_temperature() -> None:
     logits = jnp.asarray([[2.0, 1, 0]])
-    ids, values = top_log_probabilities(logits, 3)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    ids, values = top_log_probabilities(logits, 3, total)
     np.testing.assert_allclose(values[0], [-0.40760596, -1.407606, -2.407606], rtol=1e-6)
     assert ids.tolist() == [[0, 1, 2]]
     np.testing.assert_allclose(
-        log_probabilities(logits, jnp.asarray([1], jnp.int32)), [-1.407606], rtol=1e-6
+        log_probabilities(logits, jnp.asarray([1], jnp.int32), total), [-1.407606], rtol=1e-6
     )
 
 
 def test_stop_ids_cannot_be_drawn_before_min_tokens() -> None:
     state = SamplingState(
         **(
-            vars(_state(2, 4, min_tokens=3))
+            vars(state_of(2, 4, min_tokens=3))
             | {"stop_ids": jnp.asarray([[2, 4], [2, 4]], jnp.int32)}
         )
     )

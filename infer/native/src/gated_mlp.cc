@@ -44,6 +44,7 @@ ffi::Error gated_mlp(ffi::AnyBuffer x, ffi::AnyBuffer gate_data, ffi::AnyBuffer 
   INFER_CHECK(check_weight("up", up_data, formats[1], width, in, up));
   INFER_CHECK(check_weight("down", down_data, formats[2], out, width, down));
   const float* gain = nullptr;
+  if (args.size() > 1) return invalid("%d arguments too many", static_cast<int>(args.size()) - 1);
   if (args.size() > 0) {
     const auto buffer = *args.get<ffi::AnyBuffer>(0);
     INFER_CHECK(check_f32("norm_gain", buffer, {in}));

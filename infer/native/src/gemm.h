@@ -70,13 +70,6 @@ struct Rows {
   int32_t* minus_sum;  // [rows, in / 16]: less the sum of 16 q
 };
 
-// Statistics of a part of a row of logits.
-struct LogitStats {
-  float max;
-  float sum;  // of exp(logit - max)
-  int32_t argmax;
-};
-
 enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
 
 struct Kernels {
@@ -95,8 +88,6 @@ struct Kernels {
 
   // gate [n] := act(gate) * up, n a multiple of 16.
   void (*gate)(float* gate, const float* up, Activation act, int n);
-
-  LogitStats (*stats)(const float* logits, int n);
 };
 
 // Of best_isa(), which must not be kNone.

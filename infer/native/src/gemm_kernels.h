@@ -131,16 +131,6 @@ struct BlockQ6K {
 
 // ---- Products ---------------------------------------------------------------------------------
 
-// How far ahead weights are asked for: about what a core has in flight from memory.
-constexpr int kPrefetch = 4096;
-
-template <int bytes>
-INFER_INLINE void prefetch(const uint8_t* p) {
-  for (int i = 0; i < bytes; i += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(p + kPrefetch + i), _MM_HINT_T0);
-  }
-}
-
 // y [M, 16] := M rows of activations times one panel.  The weights are unpacked once for all M.
 template <typename F, int M>
 void tile(const uint8_t* p, const Rows& x, int row, float* y) {
@@ -155,7 +145,6 @@ void tile(const uint8_t* p, const Rows& x, int row, float* y) {
     const typename F::Header header = F::header(p);
     p += F::kHeader;
     for (int i = 0; i < F::kGroups; ++i, p += F::kGroupBytes) {
-      prefetch<F::kGroupBytes>(p);
       Group w;
       F::group(header, p, w);
       for (int m = 0; m < M; ++m) {
@@ -194,7 +183,6 @@ void tile_float(const uint8_t* p, const Rows& x, int row, float* y) {
   F32 even[M], odd[M];
   for (int m = 0; m < M; ++m) even[m] = odd[m] = zero_f32();
   for (int k = 0; k < x.in; k += 2, p += 2 * kBytes) {
-    prefetch<2 * kBytes>(p);
     const F32 w0 = load_weights<format>(p), w1 = load_weights<format>(p + kBytes);
     for (int m = 0; m < M; ++m) {
       const float* xm = xs + static_cast<int64_t>(m) * x.in + k;
@@ -264,7 +252,10 @@ INFER_INLINE void quantize_group(F32 a, F32 b, const Rows& to, int64_t group) {
   __builtin_memcpy(&most, &bits, sizeof most);
   const float d = most / 127.0f;
   const F32 inverse = set1(most > 1e-30f ? 127.0f / most : 0.0f);  // no overflow to infinity
-  const I32 qa = round_i32(mul(a, inverse)), qb = round_i32(mul(b, inverse));
+  // The maximum of NaN and a number is the number: as a code NaN would be -2^31, and sums overflow.
+  const F32 least = set1(-127.0f);
+  const I32 qa = round_i32(max(mul(a, inverse), least));
+  const I32 qb = round_i32(max(mul(b, inverse), least));
   store_i8(to.q + kGroup * group, qa);
   store_i8(to.q + kGroup * group + kLanes, qb);
   const int32_t sa = reduce_add(qa), sb = reduce_add(qb);
@@ -330,26 +321,6 @@ void gate(float* gates, const float* up, Activation act, int n) {
   }
 }
 
-LogitStats stats(const float* logits, int n) {
-  const float least = -__builtin_inff();
-  float tail[kLanes];
-  for (int i = 0; i < kLanes; ++i) {
-    const int k = n / kLanes * kLanes + i;
-    tail[i] = k < n ? logits[k] : least;
-  }
-  const int vectors = (n + kLanes - 1) / kLanes;
-  auto at = [&](int v) { return load(kLanes * (v + 1) <= n ? logits + kLanes * v : tail); };
-  F32 most = set1(least);
-  for (int v = 0; v < vectors; ++v) most = max(most, at(v));
-  LogitStats s{reduce_max(most), 0.0f, 0};
-  while (s.argmax < n - 1 && logits[s.argmax] != s.max) ++s.argmax;
-  const F32 top = set1(s.max);
-  F32 sum = zero_f32();
-  for (int v = 0; v < vectors; ++v) sum = add(sum, exp(sub(at(v), top)));
-  s.sum = reduce_add(sum);
-  return s;
-}
-
-inline constexpr Kernels kKernels{prepare, prepare_group, panel, finish, gate, stats};
+inline constexpr Kernels kKernels{prepare, prepare_group, panel, finish, gate};
 
 }  // namespace infer::INFER_ISA

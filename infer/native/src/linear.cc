@@ -1,7 +1,4 @@
-// infer_linear: RMS norm, one to three weights, bias, residual.  infer_head: the same with one
-// weight, and what sampling needs of the logits.
-#include <cmath>
-
+// infer_linear: RMS norm, one to three weights, bias, residual.
 #include "activations.h"
 
 namespace infer {
@@ -69,92 +66,6 @@ ffi::Error linear(ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets 
   return ffi::Error::Success();
 }
 
-// Panels whose logits are summed up together: fixed, so that the sum's order is.
-constexpr int kSegment = 32;
-
-// Logits of one segment for a block of rows, and their statistics.  They are gathered first and
-// written row by row: a vocabulary of 2^18 puts the same column of all rows in one set of a cache.
-void do_segment(const Kernels& k, const Product& product, const Rows& x, int row, int count,
-                int segment, int segments, LogitStats* stats) {
-  constexpr int kWide = kSegment * kPanel;
-  alignas(64) float tile[kRowBlock * kPanel], wide[kRowBlock * kWide];
-  const int first = segment * kSegment, column = first * kPanel, out = product.weight.out;
-  for (int p = first; p < std::min(product.weight.panels(), first + kSegment); ++p) {
-    k.panel(product.weight, x, row, count, p, tile);
-    for (int i = 0; i < count; ++i) {
-      std::copy_n(tile + kPanel * i, kPanel, wide + kWide * i + kPanel * (p - first));
-    }
-  }
-  const int n = std::min(kWide, out - column);
-  for (int i = 0; i < count; ++i) {
-    const int64_t at = row + i;
-    std::copy_n(wide + kWide * i, n, product.y + at * out + column);
-    stats[at * segments + segment] = k.stats(wide + kWide * i, n);
-    stats[at * segments + segment].argmax += column;
-  }
-}
-
-ffi::Error head(ffi::AnyBuffer x, ffi::AnyBuffer data, ffi::RemainingArgs args,
-                ffi::Result<ffi::AnyBuffer> logits, ffi::Result<ffi::AnyBuffer> argmax,
-                ffi::Result<ffi::AnyBuffer> lse, int64_t format, float eps) {
-  int rows = 0, in = 0;
-  INFER_CHECK(check_x(x, rows, in));
-  const auto dims = logits->dimensions();
-  const int64_t out = dims.size() == 2 ? dims[1] : 0;
-  Product product;
-  INFER_CHECK(check_f32("logits", *logits, {rows, out}));
-  INFER_CHECK(check_weight("weight", data, format, out, in, product.weight));
-  INFER_CHECK(check_f32("lse", *lse, {rows}));
-  if (argmax->element_type() != ffi::S32 || !has_shape(*argmax, {rows})) {
-    return invalid("argmax is %s; it must be int32 [%d]", shape_text(*argmax).c_str(), rows);
-  }
-  const float* gain = nullptr;
-  if (args.size() > 0) {
-    const auto buffer = *args.get<ffi::AnyBuffer>(0);
-    INFER_CHECK(check_f32("norm_gain", buffer, {in}));
-    gain = buffer.typed_data<float>();
-  }
-  if (rows == 0) return ffi::Error::Success();
-  product.y = logits->typed_data<float>();
-  Needs needs;
-  needs.add(product.weight.format);
-  const int panels = product.weight.panels(), segments = (panels + kSegment - 1) / kSegment;
-  const int64_t parts = static_cast<int64_t>(rows) * segments;
-  Scratch scratch;
-  if (!scratch.reserve(rows_bytes(rows, in, needs) + Scratch::bytes_of<LogitStats>(parts))) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the activations");
-  }
-  const Rows prepared = take_rows(scratch, rows, in, needs);
-  LogitStats* stats = scratch.take<LogitStats>(parts);  // [rows, segments]
-  prepare_rows(x.typed_data<float>(), rows, gain, eps, prepared);
-
-  const Kernels& k = kernels();
-  const int blocks = (rows + kRowBlock - 1) / kRowBlock;
-  parallel_for(blocks * segments, [&](int begin, int end) {
-    for (int item = begin; item < end; ++item) {
-      const int row = item / segments * kRowBlock;
-      do_segment(k, product, prepared, row, std::min(kRowBlock, rows - row), item % segments,
-                 segments, stats);
-    }
-  });
-
-  IeeeMode mode;
-  for (int i = 0; i < rows; ++i) {
-    const LogitStats* row = stats + static_cast<int64_t>(i) * segments;
-    LogitStats best = row[0];
-    for (int s = 1; s < segments; ++s) {
-      if (row[s].max > best.max) best = row[s];
-    }
-    double sum = 0;
-    for (int s = 0; s < segments; ++s) {
-      sum += row[s].sum * std::exp(static_cast<double>(row[s].max) - best.max);
-    }
-    argmax->typed_data<int32_t>()[i] = best.argmax;
-    lse->typed_data<float>()[i] = static_cast<float>(best.max + std::log(sum));
-  }
-  return ffi::Error::Success();
-}
-
 }  // namespace
 }  // namespace infer
 
@@ -167,15 +78,4 @@ INFER_HANDLER(infer_linear, infer::linear,
                   .Attr<xla::ffi::Span<const int64_t>>("has_bias")
                   .Attr<bool>("has_gain")
                   .Attr<bool>("has_residual")
-                  .Attr<float>("eps"));
-
-INFER_HANDLER(infer_head, infer::head,
-              xla::ffi::Ffi::Bind()
-                  .Arg<xla::ffi::AnyBuffer>()
-                  .Arg<xla::ffi::AnyBuffer>()
-                  .RemainingArgs()
-                  .Ret<xla::ffi::AnyBuffer>()
-                  .Ret<xla::ffi::AnyBuffer>()
-                  .Ret<xla::ffi::AnyBuffer>()
-                  .Attr<int64_t>("format")
                   .Attr<float>("eps"));

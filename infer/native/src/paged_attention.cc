@@ -173,8 +173,11 @@ bool pool_type(ffi::DataType type, PoolType* to) {
 // What both operations check of queries, keys, values and sinks, and then set in `a`.
 ffi::Error read_operands(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v,
                          const ffi::AnyBuffer& sinks, const ffi::AnyBuffer& out, int64_t num_kv,
-                         Attention& a) {
+                         int64_t window, Attention& a) {
   const auto dims = q.dimensions();
+  if (window < 0) {
+    return invalid("the window is %lld keys; it must be 0 or more", static_cast<long long>(window));
+  }
   if (q.element_type() != ffi::DataType::F32 || out.element_type() != ffi::DataType::F32) {
     return invalid("q and the result must be float32");
   }
@@ -208,6 +211,7 @@ ffi::Error read_operands(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const
   a.num_heads = static_cast<int>(dims[2]);
   a.num_kv = static_cast<int>(num_kv);
   a.width = static_cast<int>(dims[3]);
+  a.window = std::min(window, int64_t{1} << 40);  // more than any position, and nothing overflows
   return ffi::Error::Success();
 }
 
@@ -235,7 +239,7 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   }
   if (k_dims[2] < 1) return invalid("the pages of %s hold no token", shape_text(k).c_str());
   Attention a = {};
-  if (ffi::Error error = read_operands(q, k, v, sinks, *out, k_dims[1], a); error.failure()) {
+  if (ffi::Error error = read_operands(q, k, v, sinks, *out, k_dims[1], window, a); error.failure()) {
     return error;
   }
   const bool scaled = a.pools.type == PoolType::kI8;
@@ -258,7 +262,6 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   a.pools.token_stride = 1;
   a.scale = scale;
   a.softcap = softcap;
-  a.window = window;
   if (q.element_count() > 0) attention(a, static_cast<int>(q_dims[0]));
   return ffi::Error::Success();
 }
@@ -275,7 +278,7 @@ ffi::Error dense_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                    shape_text(q).c_str(), shape_text(k).c_str(), shape_text(v).c_str());
   }
   Attention a = {};
-  if (ffi::Error error = read_operands(q, k, v, sinks, *out, k_dims[2], a); error.failure()) {
+  if (ffi::Error error = read_operands(q, k, v, sinks, *out, k_dims[2], window, a); error.failure()) {
     return error;
   }
   if (a.pools.type == PoolType::kI8) return invalid("dense keys and values cannot be int8");
@@ -292,7 +295,6 @@ ffi::Error dense_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   a.pools.token_stride = k_dims[2];
   a.scale = scale;
   a.softcap = softcap;
-  a.window = window;
   if (q.element_count() > 0) attention(a, static_cast<int>(q_dims[0]));
   return ffi::Error::Success();
 }

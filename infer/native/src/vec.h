@@ -81,10 +81,23 @@ INFER_INLINE I32 sub(I32 a, I32 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 INFER_INLINE I32 mul(I32 a, I32 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 INFER_INLINE I32 max(I32 a, I32 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 INFER_INLINE I32 bit_and(I32 a, I32 b) { return {_mm512_and_si512(a.v, b.v)}; }
+INFER_INLINE I32 bit_or(I32 a, I32 b) { return {_mm512_or_si512(a.v, b.v)}; }
+INFER_INLINE I32 bit_xor(I32 a, I32 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 template <int n>
 INFER_INLINE I32 shift_left(I32 a) {
   return {_mm512_slli_epi32(a.v, n)};
 }
+template <int n>
+INFER_INLINE I32 shift_right(I32 a) {  // zeros come in
+  return {_mm512_srli_epi32(a.v, n)};
+}
+template <int n>
+INFER_INLINE I32 rotate_left(I32 a) {
+  return {_mm512_rol_epi32(a.v, n)};
+}
+// Bit i is lane i's; false for NaN.
+INFER_INLINE uint32_t mask_gt(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
+INFER_INLINE uint32_t mask_ge(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 // yes where a > b, else no
 INFER_INLINE F32 select_gt(F32 a, F32 b, F32 yes, F32 no) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), no.v, yes.v)};
@@ -223,9 +236,33 @@ INFER_INLINE I32 max(I32 x, I32 y) {
 INFER_INLINE I32 bit_and(I32 x, I32 y) {
   return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)};
 }
+INFER_INLINE I32 bit_or(I32 x, I32 y) {
+  return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
+}
+INFER_INLINE I32 bit_xor(I32 x, I32 y) {
+  return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)};
+}
 template <int n>
 INFER_INLINE I32 shift_left(I32 x) {
   return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)};
+}
+template <int n>
+INFER_INLINE I32 shift_right(I32 x) {
+  return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)};
+}
+template <int n>
+INFER_INLINE I32 rotate_left(I32 x) {
+  return bit_or(shift_left<n>(x), shift_right<32 - n>(x));
+}
+INFER_INLINE uint32_t mask_of(__m256 a, __m256 b) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(a)) |
+         static_cast<uint32_t>(_mm256_movemask_ps(b)) << 8;
+}
+INFER_INLINE uint32_t mask_gt(F32 x, F32 y) {
+  return mask_of(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ));
+}
+INFER_INLINE uint32_t mask_ge(F32 x, F32 y) {
+  return mask_of(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ));
 }
 INFER_INLINE F32 select_gt(F32 x, F32 y, F32 yes, F32 no) {
   return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ)),
@@ -337,6 +374,38 @@ INFER_INLINE F32 exp(F32 x) {
   y = select_gt(low, x, zero_f32(), y);
   y = select_gt(x, high, set1(__builtin_inff()), y);
   return y;
+}
+
+// Natural logarithm of positive normal numbers, within 1 unit in the last place.  Cephes' reduction
+// x = 2^n m, m in [sqrt(1/2), sqrt(2)), and its polynomial of degree 8 of m - 1.
+// Source: Moshier, Cephes, single/logf.c.
+INFER_INLINE F32 log(F32 x) {
+  const I32 bits = to_bits(x);
+  F32 m = bits_to_f32(bit_or(bit_and(bits, set1_i32(0x007fffff)), set1_i32(0x3f000000)));
+  F32 n = to_f32(sub(shift_right<23>(bits), set1_i32(126)));
+  const F32 half = set1(0.707106781f);
+  n = sub(n, select_gt(half, m, set1(1.0f), zero_f32()));
+  m = sub(add(m, select_gt(half, m, m, zero_f32())), set1(1.0f));
+  F32 p = set1(7.0376836292e-2f);
+  p = fma(p, m, set1(-1.1514610310e-1f));
+  p = fma(p, m, set1(1.1676998740e-1f));
+  p = fma(p, m, set1(-1.2420140846e-1f));
+  p = fma(p, m, set1(1.4249322787e-1f));
+  p = fma(p, m, set1(-1.6668057665e-1f));
+  p = fma(p, m, set1(2.0000714765e-1f));
+  p = fma(p, m, set1(-2.4999993993e-1f));
+  p = fma(p, m, set1(3.3333331174e-1f));
+  const F32 square = mul(m, m);
+  F32 y = mul(mul(p, m), square);
+  y = fma(n, set1(-2.12194440e-4f), y);
+  y = fma(square, set1(-0.5f), y);
+  return fma(n, set1(0.693359375f), add(m, y));
+}
+
+// first, first + 1, ...
+INFER_INLINE I32 lane_ids(int32_t first) {
+  const int32_t ids[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return add(load_i32(ids), set1_i32(first));
 }
 
 }  // namespace infer::INFER_ISA

@@ -1,0 +1,138 @@
+"""What runs a model here, and what is said where native operations are missing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import native
+from infer.cli import implementation
+from infer.cli.loading import load_model
+from infer.cli.main import main
+from infer.native import build
+from tests.cli.test_info import gguf  # noqa: F401  # a fixture
+from tests.weights.test_summary import smollm2
+
+PARAMS = {"Q4_1": 900, "IQ4_XS": 90, "F32": 5}
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native operations that work."""
+    monkeypatch.delenv("INFER_NATIVE", raising=False)
+    monkeypatch.setattr(implementation, "_backend", lambda: "cpu")
+    monkeypatch.setattr(native, "_open", lambda: (Library(), ""))
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native operations that could be built."""
+    monkeypatch.delenv("INFER_NATIVE", raising=False)
+    monkeypatch.setattr(implementation, "_backend", lambda: "cpu")
+    monkeypatch.setattr(build, "unsupported", lambda: "")
+    monkeypatch.setattr(native, "_open", lambda: (None, "it is not built; build it"))
+
+
+class Library:
+    def infer_native_isa(self) -> bytes:
+        return b"avx2"
+
+    def infer_native_num_threads(self) -> int:
+        return 3
+
+
+@pytest.mark.usefixtures("there")
+def test_native_with_the_products_that_have_no_kernel():
+    report = implementation.runs_here(PARAMS, is_folder=False)
+    assert report == {
+        "backend": "cpu",
+        "implementation": "native",
+        "isa": "avx2",
+        "num_threads": 3,
+        "reason": None,
+        "xla_products": ["IQ4_XS"],
+    }
+    assert implementation.text_of(report) == (
+        "native operations on the CPU, avx2, 3 threads; products of IQ4_XS in plain XLA"
+    )
+
+
+@pytest.mark.usefixtures("there")
+def test_a_folder_has_its_products_in_xla():
+    report = implementation.runs_here({"BF16": 10}, is_folder=True)
+    assert (report["implementation"], report["xla_products"]) == ("native", ["BF16"])
+
+
+@pytest.mark.usefixtures("missing")
+def test_why_not_native(gguf: Any, capsys: pytest.CaptureFixture[str]):  # noqa: F811
+    path = gguf(smollm2())
+    assert main(["info", path, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["runs_here"]
+    assert (report["implementation"], report["isa"]) == ("xla", None)
+    assert report["reason"] == "it is not built; build it"
+    assert main(["info", path]) == 0
+    line = "  runs here      plain XLA on the CPU: it is not built; build it\n"
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("there")
+def test_switched_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("INFER_NATIVE", "0")
+    report = implementation.runs_here(PARAMS, is_folder=False)
+    assert (report["implementation"], report["reason"]) == ("xla", "INFER_NATIVE is 0")
+
+
+def test_a_gpu_chooses_for_itself(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(implementation, "_backend", lambda: "gpu")
+    report = implementation.runs_here(PARAMS, is_folder=False)
+    assert (report["backend"], report["implementation"]) == ("gpu", None)
+    assert implementation.text_of(report) == "on the GPU, each operation's best implementation"
+
+
+def test_info_needs_no_jax(tmp_path: Path):
+    code = """
+import sys
+from infer.cli import implementation
+implementation._GPU_PLUGINS = ()
+print(implementation.runs_here({"Q4_1": 1}, False)["backend"], "jax" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "cpu False\n", done.stderr
+
+
+@pytest.mark.usefixtures("model", "missing")
+class TestTheLineOnStandardError:
+    LINE = "infer: plain XLA, without the faster native operations: it is not built; build it\n"
+
+    def test_where_they_could_be_had(self, capsys: pytest.CaptureFixture[str]):
+        load_model("m")
+        assert capsys.readouterr() == ("", self.LINE)
+
+    @pytest.mark.parametrize(
+        "case", ["off", "another machine", "forced", "gpu"], ids=lambda x: x.replace(" ", "_")
+    )
+    def test_is_not_for_others(
+        self, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        if case == "off":
+            monkeypatch.setenv("INFER_NATIVE", "0")
+        if case == "another machine":
+            monkeypatch.setattr(build, "unsupported", lambda: "for x86-64 Linux only")
+        if case == "gpu":
+            monkeypatch.setattr("infer.backend.default_platform", lambda: "gpu")
+        load_model("m", implementation="xla" if case == "forced" else None)
+        assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "given,implementation,packed",
+    [(None, None, None), (None, "native", None), (None, "xla", False), (True, "xla", True)],
+)
+def test_a_forced_implementation_gets_weights_it_can_read(
+    model: Any, given: bool | None, implementation: str | None, packed: bool | None
+):
+    load_model("m", packed=given, implementation=implementation)
+    assert model.loads == [("m", {"dtype": None, "packed": packed})]

@@ -1,0 +1,31 @@
+"""The native library of a test run: built once, by whoever comes first."""
+
+import fcntl
+import os
+
+from infer import native
+from infer.native import build
+
+
+def build_if_stale() -> str:
+    """Build the library unless it is there and fresh; returns why that cannot be, or "".
+
+    One process builds, others wait.
+    """
+    with open(build.__file__) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not build.is_fresh():
+            try:
+                build.build()
+            except build.BuildError as error:
+                return str(error)
+    return ""
+
+
+def description() -> str:
+    """Return what the tests run where they force nothing."""
+    if os.environ.get("INFER_NATIVE") == "0":
+        return "off, INFER_NATIVE is 0"
+    if not native.available():
+        return f"none, {native.why_not()}"
+    return f"{native.isa()}, {native.num_threads()} threads"
