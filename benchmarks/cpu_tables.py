@@ -141,10 +141,10 @@ def write(document: Path, results: Path) -> None:
     }
     text = document.read_text()
     for name, table in tables.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not pattern.search(text):
             raise ValueError(f"{document} has no place for the table {name!r}")
-        text = pattern.sub(lambda match, t=table: match[1] + t + match[2], text)
+        text = pattern.sub(lambda match, t=table: f"{match[1]}{t}\n{match[2]}", text)
     document.write_text(text)
 
 

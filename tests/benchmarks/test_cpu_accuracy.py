@@ -95,7 +95,8 @@ def test_tables_go_where_the_document_says(tmp_path):
     results.write_text("\n".join(map(json.dumps, [old, new])))
     (tmp_path / "cpu-accuracy-2026-01-01.json").write_text(json.dumps(ACCURACY))
     document = tmp_path / "cpu.md"
-    marks = "".join(f"<!-- {n} -->\nold\n<!-- /{n} -->\n" for n in ("speed", "accuracy", "types"))
+    old_text = {"speed": "old\n", "accuracy": "", "types": "old\nold\n"}
+    marks = "".join(f"<!-- {n} -->\n{t}<!-- /{n} -->\n" for n, t in old_text.items())
     document.write_text(f"# Title\n{marks}end\n")
     cpu_tables.write(document, tmp_path)
     text = document.read_text()
@@ -105,6 +106,7 @@ def test_tables_go_where_the_document_says(tmp_path):
     assert "| smollm2-135m | Q4_1 75%, Q8_0 25% | 1.00e-03 | 2.00e-03 |" in text
     assert "| better | 1.00e-02 | 2.00e-02 | 90.00% | 80.00% |" in text
     assert text.endswith("<!-- /types -->\nend\n")
+    assert "old" not in text
     document.write_text("no places")
     with pytest.raises(ValueError, match="no place for the table 'speed'"):
         cpu_tables.write(document, tmp_path)
