@@ -40,7 +40,7 @@ class LLM:
         seed: of the draws of requests that have no seed of their own; each call has other draws,
             and the calls of a new LLM repeat them.
         options: `infer.generate`'s num_slots, page_size, num_pages, prefill_chunk, logprobs_mode,
-            share_prefixes, implementation, command_buffers.
+            share_prefixes, implementation, command_buffers, kv_dtype.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LLM:
         except TypeError:
             known = (
                 "num_slots, page_size, num_pages, prefill_chunk, logprobs_mode, share_prefixes, "
-                "implementation and command_buffers"
+                "implementation, command_buffers and kv_dtype"
             )
             raise ConfigError(
                 f"LLM has no option {', '.join(options)}; beside dtype, packed, revision, device "

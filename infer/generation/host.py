@@ -166,7 +166,7 @@ class Job:
         pages = options.num_pages or slots * pages_per_row
         check_memory(
             f"a page pool of {pages} pages of {options.page_size} tokens",
-            pool_bytes(config, pages, options.page_size, params.dtype),
+            pool_bytes(config, pages, options.page_size, options.kv_dtype or params.dtype),
             "lower num_slots, num_pages or max_tokens",
         )
         rows.check_pool(todo, options.page_size, pages)
@@ -182,6 +182,7 @@ class Job:
             lanes=prepare.lanes_for(options.prefill_chunk, prompt_cap, slots),
             implementation=options.implementation,
             command_buffers=options.command_buffers and default_platform() == "gpu",
+            kv_dtype=options.kv_dtype,
             **(rows.caps_of(todo, config.vocab_size) | room.features),
         )
         state = rows.sampling_state(todo, key, caps, config.vocab_size)
