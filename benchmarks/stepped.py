@@ -4,10 +4,10 @@
 
 What a server pays for looking at every token.  `loop` is what `generate` runs: all turns in one
 call.  `ahead` is `infer.generation.turns`: a call a turn, the next one started before this one is
-read.  `in_turn` reads a turn before it starts the next.  `state` is the loop's own program called
-with one turn more each time, the host waiting for the state.  All ways decode the same requests
-after the same prefill, in turn, round after round; ratios are within a round.  `call_s` is what a
-call costs in which no turn is run.
+read, and `ahead_4` the same with four turns a call.  `in_turn` reads a turn before it starts the
+next.  `state` is the loop's own program called with one turn more each time, the host waiting for
+the state.  All ways decode the same requests after the same prefill, in turn, round after round;
+ratios are within a round.  `call_s` is what a call costs in which no turn is run.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def measure(model: Any, options: argparse.Namespace, batch: int) -> dict[str, An
         return job
 
     ways: dict[str, Callable[[Job], Any]] = dict(
-        loop=loop, ahead=ahead, in_turn=in_turn, state=state_by_state
+        loop=loop, ahead=ahead, ahead_4=ahead_4, in_turn=in_turn, state=state_by_state
     )
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(1 + options.rounds):  # the first compiles
@@ -110,7 +110,16 @@ def loop(job: Job) -> None:
 
 def ahead(job: Job) -> None:
     """Read a turn while the next one runs."""
-    turns = Turns(job.params, job.requests, job.state, caps=job.caps)
+    _ahead(job, 1)
+
+
+def ahead_4(job: Job) -> None:
+    """Read four turns while the next four run."""
+    _ahead(job, 4)
+
+
+def _ahead(job: Job, per_call: int) -> None:
+    turns = Turns(job.params, job.requests, job.state, caps=job.caps, per_call=per_call)
     for turn in turns:
         turn.token.tolist()
     job.state = turns.state
@@ -119,7 +128,7 @@ def ahead(job: Job) -> None:
 def in_turn(job: Job) -> None:
     """Read a turn, then start the next."""
     turns = Turns(job.params, job.requests, job.state, caps=job.caps)
-    while read(turns.start()).running:
+    while read(turns.start())[-1].running:
         pass
     job.state = turns.state
 

@@ -1,10 +1,11 @@
-"""The generation loop one turn a call, for a caller that looks at every token.
+"""The generation loop one turn a call, or a few, for a caller that looks at every token.
 
 A call of a compiled program costs what its loop does not: hundreds of arrays are handed over, the
 program starts on a thread of XLA's, and that thread and the caller wake each other.  Most of it is
 hidden by calling ahead: turn i + 1 is started before turn i is read, so that the device never waits
 for the host.  The rest is made small: weights and requests are flattened once, and what the host
-reads of a turn is one small array, which the next call does not donate.
+reads of a turn is one small array, which the next call does not donate.  What is left (a core that
+hands over arrays does not compute) is shared by the turns of a call.
 """
 
 import functools
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from infer.compiling import (
     COMMAND_BUFFERS,
@@ -47,9 +48,11 @@ class Turn:
 
 
 class Turns:
-    """Calls of one turn each, of a program whose weights and requests stay the same."""
+    """Calls of one turn each, or a few, of a program whose weights and requests stay the same."""
 
-    def __init__(self, params: Params, requests: Requests, state: State, *, caps: Caps) -> None:
+    def __init__(
+        self, params: Params, requests: Requests, state: State, *, caps: Caps, per_call: int = 1
+    ) -> None:
         """Take where to go on.
 
         Args:
@@ -57,10 +60,16 @@ class Turns:
             requests: what is asked.
             state: where to go on; it is donated.
             caps: the static sizes that `state` and `requests` were made with.
+            per_call: turns that a call runs at most.
+
+        Raises:
+            ValueError: `per_call` is less than 1.
         """
+        if per_call < 1:
+            raise ValueError(f"per_call is {per_call}, must be at least 1: the turns of a call")
         self._bound, bound_tree = jax.tree.flatten((params, requests))
         self._leaves, self._tree = jax.tree.flatten(_admit(state, requests))
-        self._program = _program(bound_tree, self._tree, caps)
+        self._program = _program(bound_tree, self._tree, caps, per_call)
 
     @property
     def state(self) -> State:
@@ -68,7 +77,7 @@ class Turns:
         return jax.tree.unflatten(self._tree, self._leaves)
 
     def start(self) -> Array:
-        """Start the next turn and return what `read` takes, without waiting for it.
+        """Start the next call and return what `read` takes, without waiting for it.
 
         Where nothing is left to do, no turn is run.
         """
@@ -79,23 +88,28 @@ class Turns:
         return seen
 
     def __iter__(self) -> Iterator[Turn]:
-        """Yield each turn when it is done, while the next one already runs.
+        """Yield the turns of a call when it is done, while the next call already runs.
 
-        Who leaves off early has run a turn more than was read.
+        Who leaves off early has run the next call's turns too.
         """
         ahead = self.start()
         while True:
             following = self.start()
-            turn = read(ahead)
-            yield turn
-            if not turn.running or turn.overflow:
-                return
+            for turn in read(ahead):
+                yield turn
+                if not turn.running or turn.overflow:
+                    return
             ahead = following
 
 
-def read(seen: Array) -> Turn:
-    """Wait for a turn and return what it did."""
-    values = np.asarray(seen)
+def read(seen: Array) -> list[Turn]:
+    """Wait for a call and return its turns; those after the last one that had anything to do say
+    that nothing runs.
+    """
+    return [_turn_of(values) for values in np.asarray(seen)]
+
+
+def _turn_of(values: np.ndarray) -> Turn:
     request, num_generated, token, finish = values[:-3].reshape(4, -1)
     turns, running, overflow = values[-3:].tolist()
     return Turn(
@@ -111,19 +125,21 @@ def read(seen: Array) -> Turn:
 
 @functools.lru_cache(maxsize=64)
 def _program(
-    bound_tree: Any, state_tree: Any, caps: Caps
+    bound_tree: Any, state_tree: Any, caps: Caps, per_call: int
 ) -> Callable[[list[Array], list[Array]], tuple[list[Array], Array]]:
-    """Return the jitted turn on flat lists; the second is donated."""
+    """Return the jitted turns of a call, on flat lists; the second is donated."""
     make_room_for_programs()
 
-    def turn(bound: list[Array], leaves: list[Array]) -> tuple[list[Array], Array]:
-        record_trace(PROGRAM, vars(caps))
+    def call(bound: list[Array], leaves: list[Array]) -> tuple[list[Array], Array]:
+        record_trace(PROGRAM, vars(caps) | {"per_call": per_call})
         params, requests = jax.tree.unflatten(bound_tree, bound)
-        state, seen = _turn(params, requests, jax.tree.unflatten(state_tree, leaves), caps=caps)
+        turn = lambda state, _: _turn(params, requests, state, caps=caps)
+        state = jax.tree.unflatten(state_tree, leaves)
+        state, seen = lax.scan(turn, state, length=per_call)
         return jax.tree.leaves(state), seen
 
     options = dict(COMMAND_BUFFERS) if caps.command_buffers else None
-    return jax.jit(turn, donate_argnums=1, compiler_options=options)
+    return jax.jit(call, donate_argnums=1, compiler_options=options)
 
 
 def _turn(params: Params, requests: Requests, state: State, *, caps: Caps) -> tuple[State, Array]:

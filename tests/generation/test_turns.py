@@ -1,5 +1,8 @@
 """Turn by turn: the loop's own state, bit for bit, and what is read of each turn."""
 
+import dataclasses
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -25,8 +28,8 @@ def _job(**options: int) -> Job:
     return Job.prepare(tiny.llama(), prompts, None, None, each, None, run)
 
 
-def _turns(job: Job) -> Turns:
-    return Turns(job.params, job.requests, job.state, caps=job.caps)
+def _turns(job: Job, per_call: int = 1) -> Turns:
+    return Turns(job.params, job.requests, job.state, caps=job.caps, per_call=per_call)
 
 
 def _assert_equal_states(one: Job, state: object) -> None:
@@ -34,11 +37,12 @@ def _assert_equal_states(one: Job, state: object) -> None:
     assert all(np.array_equal(a, b) for a, b in pairs)
 
 
-def test_the_state_is_that_of_the_loop_bit_for_bit_and_compiles_once() -> None:
+@pytest.mark.parametrize("per_call", [1, 3])
+def test_the_state_is_that_of_the_loop_bit_for_bit_and_compiles_once(per_call: int) -> None:
     whole, before = _job(), num_traces(turns.PROGRAM)
     whole.run_all()
     for _ in range(2):
-        stepped = _turns(_job())
+        stepped = _turns(_job(), per_call)
         seen = list(stepped)
         _assert_equal_states(whole, stepped.state)
         assert [t.turns for t in seen] == list(range(1, int(whole.state.counters.turns) + 1))
@@ -73,7 +77,7 @@ def test_a_call_with_nothing_to_do_changes_nothing() -> None:
     for _ in stepped:
         pass
     for _ in range(3):
-        turn = read(stepped.start())
+        (turn,) = read(stepped.start())
         assert not turn.running and turn.turns == int(whole.state.counters.turns)
         assert turn.request.tolist() == [whole.caps.requests] * 2
     _assert_equal_states(whole, stepped.state)
@@ -96,8 +100,6 @@ def test_who_leaves_off_early_has_run_one_turn_more() -> None:
 
 
 def test_a_pool_that_is_too_small_ends_it() -> None:
-    import dataclasses
-
     job = _job(page_size=4)
     cache = dataclasses.replace(job.state.cache, overflow=np.array(True))
     job.state = dataclasses.replace(job.state, cache=cache)
@@ -117,3 +119,18 @@ def test_it_decodes_what_generate_does(given: int) -> None:
     job.state = stepped.state
     want = infer.generate(tiny.llama(), prompts, sampling=sampling)
     assert np.array_equal(job.result().tokens, want.tokens)
+
+
+def test_a_call_of_no_turns_is_refused() -> None:
+    with pytest.raises(ValueError, match="per_call is 0, must be at least 1"):
+        _turns(_job(), 0)
+
+
+@pytest.mark.parametrize("per_call", [1, 3])
+def test_no_pool_is_copied(per_call: int) -> None:
+    job = _job()
+    stepped = _turns(job, per_call)
+    text = stepped._program.lower(stepped._bound, stepped._leaves).compile().as_text()
+    pool = ",".join(map(str, stepped.state.cache.k_pages[0].shape))
+    assert f"f32[{pool}]" in text
+    assert not re.findall(rf"= f32\[{pool}\]\S* copy\(", text)
