@@ -18,6 +18,7 @@ from infer.cache import paged
 from infer.cache.layout import pool_bytes
 from infer.compiling import (
     COMMAND_BUFFERS,
+    give_back_memory,
     make_room_for_programs,
     num_traces,
     record_trace,
@@ -236,7 +237,10 @@ class Job:
             make_room_for_programs()
         before = num_traces(PROGRAM)
         seconds = self._run(0, False)
-        self.compiles += num_traces(PROGRAM) - before
+        traces = num_traces(PROGRAM) - before
+        if traces:
+            give_back_memory()
+        self.compiles += traces
         self.compile_s += seconds if self.compiles else 0.0
 
     def run_to_first_tokens(self) -> None:
