@@ -34,7 +34,8 @@ class LLM:
 
     Args:
         model: what `infer.load` takes, or a Model that is loaded already.
-        dtype, packed, revision: as in `infer.load`.
+        dtype, revision: as in `infer.load`.
+        packed: as in `infer.load`; None, which chooses, is the default here.
         device: where everything runs; the weights of a Model are copied there if they lie
             elsewhere.
         seed: of the draws of requests that have no seed of their own; each call has other draws,
@@ -48,7 +49,7 @@ class LLM:
         model: str | Path | Model,
         *,
         dtype: DTypeLike | None = None,
-        packed: bool | str = False,
+        packed: bool | str | None = None,
         revision: str | None = None,
         device: DeviceLike = None,
         seed: int = 0,
@@ -66,8 +67,10 @@ class LLM:
                 f"and seed there are {known}"
             ) from None
         if not isinstance(model, Model):
+            if packed is None and self.options.implementation not in (None, "native"):
+                packed = False  # no other implementation reads the native operations' weights
             model = load(model, dtype=dtype, packed=packed, revision=revision, device=device)
-        elif dtype is not None or packed or revision is not None:
+        elif dtype is not None or packed is not None or revision is not None:
             raise ConfigError(
                 "dtype, packed and revision are for loading, and this Model is loaded already; "
                 "pass them to infer.load"
