@@ -24,7 +24,8 @@ sys.path.insert(0, str(_ROOT))
 import numpy as np  # noqa: E402
 
 import infer  # noqa: E402
-from benchmarks.decode import cpu_name, save  # noqa: E402
+from benchmarks.decode import save  # noqa: E402
+from infer.bench.machine import cpu_name  # noqa: E402
 from infer.generation.host import Job  # noqa: E402
 from infer.generation.prepare import RunOptions  # noqa: E402
 from infer.sampling import SamplingParams  # noqa: E402

@@ -12,7 +12,6 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -23,8 +22,9 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
 
-from benchmarks import peers  # noqa: E402
-from tests.cases.decode import TEXT, DecodeCase, prompt_rows  # noqa: E402
+from infer.bench import peers  # noqa: E402
+from infer.bench.cases import TEXT, DecodeCase, prompt_rows  # noqa: E402
+from infer.bench.machine import cpu_name, use_threads  # noqa: E402
 
 # Rounds before the measured ones: the first compiles, fills caches and starts threads.
 _WARM_UP = 1
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines.append(line)
             if options.save:
                 save(Path(options.save), line)
-    except peers.PeerError as error:
+    except (peers.PeerError, peers.NoPeersError) as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:
@@ -89,22 +89,13 @@ def default_file() -> Path:
     return Path(__file__).resolve().parent / "results" / f"decode-cpu-{today}.json"
 
 
-def use_threads(count: int | None) -> int:
-    """Bind this process, and all that it starts, to `count` cores; before JAX starts its pool."""
-    cores = sorted(os.sched_getaffinity(0))
-    if count is not None:
-        cores = cores[:count]
-        os.sched_setaffinity(0, cores)
-    return len(cores)
-
-
 # ---- ours against peers --------------------------------------------------------------------------
 
 
 def comparison(options: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
     """Yield one result line per configuration, and print it for people."""
     import infer
-    from benchmarks import ours
+    from infer.bench import ours
     from infer.model import resolve
 
     say = print if not options.json else (lambda *_: None)
@@ -151,7 +142,7 @@ def measure(
     patience: float = 0.0,
 ) -> dict[str, Any]:
     """Return medians of all engines over `rounds` alternating rounds, after a warm-up round."""
-    from benchmarks import ours
+    from infer.bench import ours
 
     prompts = prompt_rows(ids, case)
     timings: dict[str, list[ours.Timing]] = {"ours": []} | {p.label: [] for p in others}
@@ -262,7 +253,8 @@ def report(line: dict[str, Any], say: Any) -> None:
 def no_cache_lab(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield one result line per context, and print it for people."""
     import infer
-    from benchmarks import ours, uncached
+    from benchmarks import uncached
+    from infer.bench import ours
 
     model = infer.load(options.model, dtype=options.dtype)
     ids = model.tokenizer.encode(TEXT)
@@ -294,22 +286,6 @@ def stamped(benchmark: str, line: dict[str, Any]) -> dict[str, Any]:
         "cores": os.cpu_count(),
         **line,
     }
-
-
-def cpu_name() -> str:
-    """Return the CPU's model name and its widest vector features, as Linux knows them."""
-    try:
-        fields = dict(
-            line.split(":", 1)
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if ":" in line
-        )
-        fields = {key.strip(): value.strip() for key, value in fields.items()}
-    except OSError:
-        return platform.processor() or platform.machine()
-    flags = fields.get("flags", "").split()
-    notable = [f for f in ("avx2", "avx512_vnni", "avx512_bf16", "amx_int8") if f in flags]
-    return f"{fields.get('model name', platform.machine())} ({', '.join(notable)})"
 
 
 def save(path: Path, line: dict[str, Any]) -> None:

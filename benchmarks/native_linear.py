@@ -25,8 +25,8 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from benchmarks.decode import cpu_name  # noqa: E402
 from infer import native  # noqa: E402
+from infer.bench.machine import cpu_name  # noqa: E402
 from infer.native.linear import gated_mlp, linear  # noqa: E402
 from infer.native.repack import repack  # noqa: E402
 from tests.native.weights import random_weight  # noqa: E402

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from benchmarks import ours
-from benchmarks.peers import wait_for_quiet
+from infer.bench import ours
+from infer.bench.peers import wait_for_quiet
 from infer.models.decoder import forward
 from infer.models.params import Params
 

@@ -70,10 +70,12 @@ has 'import transformers, accelerate, gguf, sentencepiece' ||
 if ! system_info 2>/dev/null | grep -q "llama.cpp $llama .*OPENMP = 1"; then
   find_compiler
   echo "peers: building llama-cpp-python $llama (about ten minutes on two cores)" >&2
-  CC=clang-$clang CXX=clang++-$clang CMAKE_ARGS="$(cpu_options)" \
+  options=$(cpu_options)
+  CC=clang-$clang CXX=clang++-$clang CMAKE_ARGS="$options" \
     pip --force-reinstall --no-deps --no-cache-dir --no-binary llama-cpp-python \
     "llama-cpp-python==$llama"
   pip "llama-cpp-python==$llama"  # what it depends on
+  echo "clang-$clang $options" >"$venv/llama_cpp_build.txt"  # benchmarks report it
 fi
 
 info=$(system_info 2>/dev/null)

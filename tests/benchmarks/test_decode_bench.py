@@ -4,13 +4,15 @@ import json
 
 import pytest
 
-from benchmarks import decode, ours, uncached
+from benchmarks import decode, uncached
+from infer.bench import ours
+from infer.bench.cases import DecodeCase, prompt_rows
 from infer.models.params import random_params
-from tests.cases.decode import TINY, DecodeCase, prompt_rows
 from tests.models import tiny
 from tests.real_models import real_model_path
 
 IDS = list(range(1, 40))
+TINY = DecodeCase(batch=2, prompt_tokens=8, new_tokens=4)
 
 
 def test_measure_reports_rates_of_the_same_step():
@@ -71,7 +73,7 @@ def test_an_unknown_peer_is_bad_usage(capsys):
 
 
 def test_missing_peers_say_how_to_install_them(tmp_path):
-    with pytest.raises(decode.peers.PeerError, match=r"run: bash scripts/peers\.sh"):
+    with pytest.raises(decode.peers.NoPeersError, match=r"run: bash scripts/peers\.sh"):
         decode.peers.python_of(tmp_path)
 
 

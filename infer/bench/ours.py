@@ -13,12 +13,15 @@ from typing import Any
 import jax
 
 import infer
+from infer import native
+from infer.bench.cases import DecodeCase
 from infer.hardware import CPU_LOCAL, get_chip
 from infer.models import params as weights
 from infer.models.params import Params
+from infer.native.repack import Packed
 from infer.plan import roofline
 from infer.plan.shape import AttentionShape, ModelShape
-from tests.cases.decode import DecodeCase
+from infer.quant.qarray import QArray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class Timing:
     decode_s: float
     tokens: list[list[int]]
     compile_s: float = 0.0
+    implementations: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def decode_rate(self) -> float:
         """Tokens a second after the first, all rows together."""
@@ -46,7 +50,7 @@ def run(params: Params, prompts: Sequence[Sequence[int]], new_tokens: int) -> Ti
     out = infer.generate(params, prompts, sampling=sampling, num_slots=len(prompts))
     wall_s = time.perf_counter() - start
     later = len(prompts) * (new_tokens - 1)
-    decode_s = later / out.stats["decode_tokens_per_s"]
+    decode_s = later / out.stats["decode_tokens_per_s"] if later else 0.0
     compile_s = out.stats["compile_s"]
     tokens = [out.token_ids(row) for row in range(len(prompts))]
     return Timing(
@@ -54,6 +58,7 @@ def run(params: Params, prompts: Sequence[Sequence[int]], new_tokens: int) -> Ti
         decode_s=decode_s,
         tokens=tokens,
         compile_s=compile_s,
+        implementations=out.stats["implementations"],
     )
 
 
@@ -61,7 +66,9 @@ def model_shape(params: Params) -> ModelShape:
     """Return what a decode step of `params` multiplies with, reads and caches."""
     config = params.config
     itemsize = params.dtype.itemsize
-    matrices = [leaf for leaf in jax.tree.leaves(params.layers) if leaf.ndim == 2]
+    is_weight = lambda x: isinstance(x, (QArray, Packed))
+    leaves = jax.tree.leaves(params.layers, is_leaf=is_weight)
+    matrices = [leaf.shape for leaf in leaves if len(leaf.shape) == 2]
     head = params.embed if params.lm_head is None else params.lm_head
     # An untied embedding is read by one row a token only.
     unread = 0 if params.lm_head is None else params.embed.nbytes
@@ -73,23 +80,31 @@ def model_shape(params: Params) -> ModelShape:
         kv_bytes=itemsize,
     )
     return ModelShape(
-        num_params=sum(m.size for m in matrices) + head.shape[0] * head.shape[1],
+        num_params=sum(out * width for out, width in matrices) + head.shape[0] * head.shape[1],
         weight_bytes=weights.num_bytes(params) - unread,
         layers=tuple(layer(each.window) for each in config.layers),
     )
 
 
+def step_bytes(params: Params, case: DecodeCase) -> int:
+    """Return what one decode step of `case` reads: weights as they lie in memory, cached keys and
+    values.
+    """
+    shape = model_shape(params)
+    kv_bytes = roofline.kv_bytes_read(shape.layers, round(case.context))
+    return round(shape.weight_bytes + case.batch * kv_bytes)
+
+
 def roofline_of(params: Params, case: DecodeCase) -> dict[str, float]:
     """Return bytes and FLOPs of one decode step of `case`, and the least seconds it can take."""
     chip, shape, context = get_chip(CPU_LOCAL), model_shape(params), round(case.context)
-    kv_bytes = roofline.kv_bytes_read(shape.layers, context)
     config = params.config
     attention = roofline.attention_flops_per_token(
         config.num_layers, config.num_heads * config.head_dim, context
     )
     bound = roofline.decode_step_on(shape, chip, batch=case.batch, context=context, dtype="f32")
     return {
-        "bytes": round(shape.weight_bytes + case.batch * kv_bytes),
+        "bytes": step_bytes(params, case),
         "flops": round(case.batch * (2 * shape.num_params + attention)),
         "bound_s": bound.seconds,
         "bandwidth": chip.bandwidth,
@@ -122,4 +137,12 @@ def cold_start(model: str, dtype: str | None) -> dict[str, dict[str, float]]:
 
 def describe(params: Params) -> dict[str, Any]:
     """Return what a result line says about our engine."""
-    return {"version": infer.__version__, "jax": jax.__version__, "dtype": params.dtype.name}
+    head = params.embed if params.lm_head is None else params.lm_head
+    return {
+        "version": infer.__version__,
+        "jax": jax.__version__,
+        "dtype": params.dtype.name,
+        "weights": "packed" if isinstance(head, (QArray, Packed)) else params.dtype.name,
+        "native": native.why_not() or native.isa(),
+        "native_threads": native.num_threads(),
+    }

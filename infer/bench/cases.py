@@ -1,4 +1,4 @@
-"""Shapes of prefill and decode that tests and benchmarks share, and prompts for them."""
+"""Shapes of prefill and decode, and prompts for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,9 +33,6 @@ class DecodeCase:
     def context(self) -> float:
         """Cached tokens that a decode step of this case reads on average."""
         return self.prompt_tokens + (self.new_tokens - 1) / 2
-
-
-TINY = DecodeCase(batch=2, prompt_tokens=8, new_tokens=4)
 
 
 def prompt_rows(ids: Sequence[int], case: DecodeCase) -> list[list[int]]:

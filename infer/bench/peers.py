@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_HERE = Path(__file__).resolve().parent
+from infer.bench.machine import busy_cores
+
+_SCRIPTS = Path(__file__).resolve().parent / "peer_side"
 
 # OpenMP workers that sleep between steps: measured as fast as spinning ones for llama.cpp, whose
 # barriers are its own; torch would lose a fifth to a third.
@@ -32,6 +34,10 @@ class PeerError(RuntimeError):
     """A peer cannot be started or has answered with an error."""
 
 
+class NoPeersError(ValueError):
+    """There is no environment of peers where one was looked for."""
+
+
 @dataclass
 class Peer:
     """One peer's process.
@@ -41,6 +47,8 @@ class Peer:
         start_s: from starting the process to the loaded model, imports included.
         load_s: of the model alone.
         info: what it says about itself.
+        version: of the library.
+        details: what else tells how it was built and how it runs.
     """
 
     label: str
@@ -49,7 +57,7 @@ class Peer:
     load_s: float = 0.0
     info: str = ""
     version: str = ""
-    _log: Any = field(default=None, repr=False)
+    details: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def start(
@@ -60,7 +68,7 @@ class Peer:
         environment |= _SLEEPING.get(script, {})
         begin = time.perf_counter()
         process = subprocess.Popen(
-            [str(python), str(_HERE / script)],
+            [str(python), str(_SCRIPTS / script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -73,6 +81,7 @@ class Peer:
         peer.start_s = time.perf_counter() - begin
         peer.load_s, peer.info = answer["load_s"], answer["info"]
         peer.version = answer["version"]
+        peer.details = answer.get("details", {})
         return peer
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
@@ -117,18 +126,24 @@ class Peer:
 
     def close(self) -> None:
         """End the process by closing its input."""
-        assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.wait(timeout=30)
+        self.process.stdout.close()
 
 
 def python_of(folder: Path) -> Path:
-    """Return the interpreter of the peers' environment, or raise PeerError with the way out."""
+    """Return the interpreter of the peers' environment.
+
+    Raises:
+        NoPeersError: there is none in `folder`.
+    """
     python = folder / "bin" / "python"
     if not python.exists():
-        raise PeerError(
-            f"{folder} has no environment of peers; run: bash scripts/peers.sh {folder}"
+        raise NoPeersError(
+            f"{folder} has no environment of peers; in a checkout of the sources run: bash "
+            f"scripts/peers.sh {folder}"
         )
     return python
 
@@ -137,19 +152,6 @@ def _cpu_seconds(pid: int) -> float:
     """Return user and system time of all threads of a process (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def busy_cores(seconds: float = 0.3) -> float:
-    """Return how many cores the whole machine keeps busy while we and our peers wait (Linux)."""
-
-    def ticks() -> int:
-        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
-        user, nice, system, _, _, irq, softirq, steal = map(int, fields)
-        return user + nice + system + irq + softirq + steal
-
-    before = ticks()
-    time.sleep(seconds)
-    return (ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
 
 
 def wait_for_quiet(patience: float) -> float:

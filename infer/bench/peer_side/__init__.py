@@ -1,0 +1,1 @@
+"""Scripts that run under the peers' Python; they import nothing of `infer`."""

@@ -1,0 +1,141 @@
+"""`infer bench`: tokens/s of this machine, alone or in turns with peers on the same file."""
+
+import enum
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from infer.bench.cases import TEXT, DecodeCase
+from infer.cli.loading import load_model, use_compilation_cache
+
+_PEERS = ("llama.cpp", "transformers")
+_PREFILL_TOKENS = 512
+
+
+class What(enum.StrEnum):
+    """What is measured."""
+
+    decode = "decode"
+    prefill = "prefill"
+
+
+def bench(
+    what: Annotated[What, typer.Argument(help="decode measures the prefill of 512 tokens too.")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A known name or a GGUF file.")
+    ] = "smollm2-135m",
+    against: Annotated[
+        str, typer.Option(help=f"Peers in turns with ours, of {', '.join(_PEERS)}.")
+    ] = "",
+    batch: Annotated[
+        str | None, typer.Option(help="Sequences at once [default: 1,8,32; of prefill 1].")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each sequence [default: 32; of prefill 512].")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(min=2, help="That decode makes of each sequence [default: 64].")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="That count; one before warms up.")] = 3,
+    threads: Annotated[
+        int | None, typer.Option(help="Cores that every engine may use [default: all].")
+    ] = None,
+    peers: Annotated[
+        Path, typer.Option(help="The peers' environment (scripts/peers.sh makes it).")
+    ] = Path(".venv-peers"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure decode or prefill speed: greedy, past end-of-sequence ids, medians over rounds.
+
+    Every engine gets the same file, cores and prompt ids, and answers in turn.  bandwidth_fraction
+    is the bytes of a decode step at batch 1 (packed weights, cached keys and values) over its time,
+    over the bandwidth at which all threads read 512 MB of memory.
+    """
+    kinds = peer_names(against)
+    cases = cases_of(what, batch, prompt_tokens, new_tokens)
+    use_compilation_cache()
+    # Cores first: JAX starts its threads when it is imported.
+    from infer.bench.machine import use_threads
+
+    cores = use_threads(threads)
+    found = measured(model, kinds, cases, rounds, cores, peers)
+    found = {"benchmark": what.value, **found}
+    if as_json:
+        print(json.dumps(found))
+        return
+    from infer.bench.compare import text_of
+
+    print(text_of(found))
+
+
+def measured(
+    model: str, kinds: list[str], cases: list[DecodeCase], rounds: int, threads: int, folder: Path
+) -> dict[str, Any]:
+    """Return all figures, with the model's name and our load time."""
+    from infer.bench import compare
+    from infer.bench.peers import python_of
+
+    if kinds:
+        python_of(folder)  # a missing environment is told before a model is loaded
+    loaded, load_s = load_model(model)
+    if kinds and not loaded.path.is_file():
+        raise ValueError(f"{model} is a folder; peers read a GGUF file, so give one")
+    ids = loaded.tokenizer.encode(TEXT)
+    with compare.started_peers(kinds, folder, loaded.path, threads) as started:
+        found = compare.measure(loaded.params, ids, cases, started, rounds=rounds, threads=threads)
+    found["ours"]["load_s"] = load_s
+    return {"model": model, "file": loaded.path.name, **found}
+
+
+def cases_of(
+    what: What, batch: str | None, prompt_tokens: int | None, new_tokens: int | None
+) -> list[DecodeCase]:
+    """Return what is run: decode starts with the prefill of one prompt of 512 tokens.
+
+    Raises:
+        ValueError: a number of `batch` is none, or `new_tokens` is given with prefill.
+    """
+    if what is What.prefill:
+        if new_tokens is not None:
+            raise ValueError("--new-tokens goes with decode; prefill ends at the first token")
+        tokens = prompt_tokens or _PREFILL_TOKENS
+        return [
+            DecodeCase(batch=size, prompt_tokens=tokens, new_tokens=1)
+            for size in batch_sizes(batch or "1")
+        ]
+    return [
+        DecodeCase(batch=1, prompt_tokens=_PREFILL_TOKENS, new_tokens=1),
+        *(
+            DecodeCase(batch=size, prompt_tokens=prompt_tokens or 32, new_tokens=new_tokens or 64)
+            for size in batch_sizes(batch or "1,8,32")
+        ),
+    ]
+
+
+def peer_names(text: str) -> list[str]:
+    """Return the peers that `--against` names.
+
+    Raises:
+        ValueError: one is unknown.
+    """
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in _PEERS:
+            raise ValueError(f"no peer is called {name!r}; there are {', '.join(_PEERS)}")
+    return names
+
+
+def batch_sizes(text: str) -> list[int]:
+    """Return the numbers of `--batch`.
+
+    Raises:
+        ValueError: one is no positive number, or comes twice.
+    """
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(set(parts)) < len(
+        parts
+    ):
+        raise ValueError(f"--batch is {text!r}; give different positive numbers, such as 1,8,32")
+    return [int(part) for part in parts]
