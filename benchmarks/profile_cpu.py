@@ -278,11 +278,11 @@ def read_bandwidth(threads: int, size: int = 128 << 20) -> float:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        parts.append(np.frombuffer(memory, np.float32))
-        parts[-1][:] = 1.0
+        parts.append(np.frombuffer(memory, np.int32))
+        parts[-1][:] = 1
     times = []
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for _ in range(7):
+        for _ in range(15):
             start = time.perf_counter()
             list(pool.map(lambda part: part.max(), parts))
             times.append(time.perf_counter() - start)

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from infer import native
 from infer.backend import DeviceLike, default_platform, find_device, on_device
+from infer.compiling import give_back_memory
 from infer.config import ModelConfig
 from infer.errors import ConfigError
 from infer.generation import GenerationResult, TextStream, generate, stream
@@ -159,6 +160,7 @@ def _load(
     params = load_gguf(path, dtype=checked, packed=packed, progress=progress)
     with GGUFFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file.metadata)
+    give_back_memory()
     return Model(params=params, tokenizer=tokenizer, name=name, path=path)
 
 
