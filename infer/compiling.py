@@ -5,6 +5,7 @@ what a second call within the same caps must not do again, so the count of trace
 compiled variants.
 """
 
+import ctypes
 import gc
 import threading
 import types
@@ -93,6 +94,17 @@ def make_room_for_programs() -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def give_back_memory() -> None:
+    """Give freed memory back to the system, where the C library is glibc.
+
+    Compiling a model's program leaves 100 to 200 MB freed and resident: glibc keeps them in the
+    arenas of XLA's threads.  A few milliseconds; for after a compilation or a load, not for a step.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def num_traces(program: str) -> int:

@@ -34,13 +34,14 @@ class LLM:
 
     Args:
         model: what `infer.load` takes, or a Model that is loaded already.
-        dtype, packed, revision: as in `infer.load`.
+        dtype, revision: as in `infer.load`.
+        packed: as in `infer.load`; None, which chooses, is the default here.
         device: where everything runs; the weights of a Model are copied there if they lie
             elsewhere.
         seed: of the draws of requests that have no seed of their own; each call has other draws,
             and the calls of a new LLM repeat them.
         options: `infer.generate`'s num_slots, page_size, num_pages, prefill_chunk, logprobs_mode,
-            share_prefixes, implementation, command_buffers.
+            share_prefixes, implementation, command_buffers, kv_dtype.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class LLM:
         model: str | Path | Model,
         *,
         dtype: DTypeLike | None = None,
-        packed: bool | str = False,
+        packed: bool | str | None = None,
         revision: str | None = None,
         device: DeviceLike = None,
         seed: int = 0,
@@ -59,15 +60,17 @@ class LLM:
         except TypeError:
             known = (
                 "num_slots, page_size, num_pages, prefill_chunk, logprobs_mode, share_prefixes, "
-                "implementation and command_buffers"
+                "implementation, command_buffers and kv_dtype"
             )
             raise ConfigError(
                 f"LLM has no option {', '.join(options)}; beside dtype, packed, revision, device "
                 f"and seed there are {known}"
             ) from None
         if not isinstance(model, Model):
+            if packed is None and self.options.implementation not in (None, "native"):
+                packed = False  # no other implementation reads the native operations' weights
             model = load(model, dtype=dtype, packed=packed, revision=revision, device=device)
-        elif dtype is not None or packed or revision is not None:
+        elif dtype is not None or packed is not None or revision is not None:
             raise ConfigError(
                 "dtype, packed and revision are for loading, and this Model is loaded already; "
                 "pass them to infer.load"

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from infer import native
 from infer.backend import DeviceLike, default_platform, find_device, on_device
+from infer.compiling import give_back_memory
 from infer.config import ModelConfig
 from infer.errors import ConfigError
 from infer.generation import GenerationResult, TextStream, generate, stream
@@ -100,10 +101,11 @@ def load(
             file, a folder in transformers' layout, or a hub id: "org/name" or "org/name@revision".
             A path that exists is never taken for a hub id.
         dtype: of activations and unpacked weights; None is float32 on a CPU and bfloat16 on a GPU.
-        packed: keep quantised matrices packed: least memory.  On a CPU the native operations
-            multiply them as they are, with activations rounded to 8 bits, where those are there;
-            "blocks" keeps the file's own blocks, which plain XLA decodes inside the program.  None
-            is True for a GGUF file where native operations are there, else False.
+        packed: keep matrices as they are in the file: least memory.  On a CPU with native
+            operations those multiply them so, quantised ones with activations rounded to 8 bits,
+            and others unrounded; elsewhere it is for quantised ones, and means "blocks": the file's
+            own blocks, which plain XLA decodes inside the program.  None is True where native
+            operations are there, else False.
         revision: of a hub id: a branch, tag or commit.
         progress: called with (bytes done, bytes in all) while weights are read.
         device: where the weights go and stay: a jax.Device, "cpu", "gpu", "cpu:1"; None is JAX's
@@ -137,22 +139,28 @@ def _load(
             f"packed is {packed!r}; use True, False, 'blocks', or None, which chooses"
         )
     if packed is None:
-        packed = path.is_file() and default_platform() == "cpu" and native.by_default()
+        packed = default_platform() == "cpu" and native.by_default()
     default = "float32" if default_platform() == "cpu" else "bfloat16"
     checked = _checked_dtype(default if dtype is None else dtype)
     if path.is_dir():
-        if packed:
+        if packed == "blocks":
             raise ConfigError(
-                f"packed=True keeps the blocks of a GGUF file, and {path} is a folder; leave it out"
+                f"packed='blocks' keeps the blocks of a GGUF file, and {path} is a folder; leave it"
+                " out"
             )
         tokenizer = Tokenizer.from_folder(path)
         params = load_folder(
-            path, dtype=checked, num_tokens=tokenizer.vocab_size, progress=progress
+            path,
+            dtype=checked,
+            num_tokens=tokenizer.vocab_size,
+            packed=bool(packed),
+            progress=progress,
         )
         return Model(params=params, tokenizer=tokenizer, name=name, path=path)
     params = load_gguf(path, dtype=checked, packed=packed, progress=progress)
     with GGUFFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file.metadata)
+    give_back_memory()
     return Model(params=params, tokenizer=tokenizer, name=name, path=path)
 
 

@@ -2,6 +2,8 @@
 
 import builtins
 import io
+import mmap
+import platform
 from typing import Any
 
 import jax
@@ -43,3 +45,21 @@ def test_programs_are_dropped_with_a_warning_before_memory_maps_run_out(monkeypa
         compiling.make_room_for_programs()
     double(jnp.ones(3))
     assert len(traces) == 2
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries give back")
+def test_freed_memory_is_given_back() -> None:
+    kept: list[bytes] = []
+    blocks: list[bytes] = []
+    for i in range(2000):  # 120 MB below the size that is mapped, with blocks in use between
+        (kept if i % 50 == 0 else blocks).append(b"x" * 60_000)
+    full = _resident()
+    blocks.clear()
+    compiling.give_back_memory()
+    assert full - _resident() > 80 << 20
+    assert len(kept) == 40

@@ -79,6 +79,10 @@ def generate(
     num_slots: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens a cache page.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens a prefill step.")] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the cache: float32, bfloat16, float16 [default: activations']."),
+    ] = None,
     implementation: Annotated[
         str | None,
         typer.Option(help="xla, native, triton or mosaic [default: each operation's best here]."),
@@ -97,6 +101,7 @@ def generate(
         "page_size": page_size,
         "prefill_chunk": prefill_chunk,
         "implementation": implementation,
+        "kv_dtype": kv_dtype,
     }
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if batch is not None and is_openai_batch(batch[1]):

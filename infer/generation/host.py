@@ -18,6 +18,7 @@ from infer.cache import paged
 from infer.cache.layout import pool_bytes
 from infer.compiling import (
     COMMAND_BUFFERS,
+    give_back_memory,
     make_room_for_programs,
     num_traces,
     record_trace,
@@ -166,7 +167,7 @@ class Job:
         pages = options.num_pages or slots * pages_per_row
         check_memory(
             f"a page pool of {pages} pages of {options.page_size} tokens",
-            pool_bytes(config, pages, options.page_size, params.dtype),
+            pool_bytes(config, pages, options.page_size, options.kv_dtype or params.dtype),
             "lower num_slots, num_pages or max_tokens",
         )
         rows.check_pool(todo, options.page_size, pages)
@@ -182,6 +183,7 @@ class Job:
             lanes=prepare.lanes_for(options.prefill_chunk, prompt_cap, slots),
             implementation=options.implementation,
             command_buffers=options.command_buffers and default_platform() == "gpu",
+            kv_dtype=options.kv_dtype,
             **(rows.caps_of(todo, config.vocab_size) | room.features),
         )
         state = rows.sampling_state(todo, key, caps, config.vocab_size)
@@ -235,7 +237,10 @@ class Job:
             make_room_for_programs()
         before = num_traces(PROGRAM)
         seconds = self._run(0, False)
-        self.compiles += num_traces(PROGRAM) - before
+        traces = num_traces(PROGRAM) - before
+        if traces:
+            give_back_memory()
+        self.compiles += traces
         self.compile_s += seconds if self.compiles else 0.0
 
     def run_to_first_tokens(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from infer.backend import default_platform
 from infer.cache import paged
 from infer.config import ModelConfig
-from infer.errors import RequestError
+from infer.errors import ConfigError, RequestError
 from infer.generation.state import Lanes, Requests, State, initial_state
 from infer.models.params import Params
 from infer.ops.choice import check_implementation
@@ -78,10 +78,12 @@ class RunOptions:
     share_prefixes: bool = True
     implementation: str | None = None
     command_buffers: bool = True
+    kv_dtype: str | None = None
     room: Room = Room()
 
     def __post_init__(self) -> None:
         check_implementation(self.implementation)
+        check_kv_dtype(self.kv_dtype)
         if self.logprobs_mode not in ("raw", "processed"):
             raise RequestError(
                 f"logprobs_mode is {self.logprobs_mode!r}, must be 'raw' (the model's own) or "
@@ -120,6 +122,24 @@ class Caps:
     lanes: Lanes
     implementation: str | None = None
     command_buffers: bool = False
+    kv_dtype: str | None = None
+
+    def cache_dtype(self, params: Params) -> jnp.dtype:
+        """Return the dtype of cached keys and values."""
+        return jnp.dtype(self.kv_dtype or params.dtype)
+
+
+# What keys and values can be cached in.
+KV_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_kv_dtype(name: str | None) -> None:
+    """Raise ConfigError if keys and values cannot be cached in `name`."""
+    if name is not None and name not in KV_DTYPES:
+        raise ConfigError(
+            f"kv_dtype is {name!r}; there are {', '.join(map(repr, KV_DTYPES))}, and None is the "
+            "dtype of the activations"
+        )
 
 
 def bucket(value: int, smallest: int) -> int:
@@ -259,7 +279,7 @@ def fresh_state(params: Params, requests: Requests, caps: Caps, pad_id: int) -> 
         num_pages=caps.pages,
         page_size=caps.page_size,
         pages_per_row=caps.pages_per_row,
-        dtype=params.dtype,
+        dtype=caps.cache_dtype(params),
     )
     return initial_state(
         cache,

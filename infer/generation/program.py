@@ -93,31 +93,51 @@ def run(
         return unfinished(s, requests) & wanted & ~s.cache.overflow
 
     def turn(s: State) -> State:
-        num_slots = s.request.shape[0]
-        todo = lambda s: tokens_to_do(s, requests)
-        none = Ready(
-            x=jnp.zeros((num_slots, params.config.hidden_size), params.dtype),
-            rows=jnp.zeros(num_slots, bool),
+        return one_turn(
+            params,
+            requests,
+            s,
+            lanes=lanes,
+            processed_logprobs=processed_logprobs,
+            implementation=implementation,
         )
-        c = (s, none)
-        prefill = lambda state, ready: _prefill_pass(
-            params, requests, state, ready, lanes, implementation
-        )
-        _, c = lax.while_loop(
-            lambda c: (c[0] < lanes.passes) & jnp.any(todo(c[1][0]) > 1),
-            lambda c: (c[0] + 1, prefill(*c[1])),
-            (jnp.zeros((), jnp.int32), c),
-        )
-        decode = lambda c: _decode_pass(params, requests, c[0], c[1], implementation)
-        c = at_most_once(jnp.any(todo(c[0]) == 1), decode, c)
-        s, ready = _with_forks(requests, *c)
-        # Nothing is ready after most turns of a long prompt alone: the head, as dear as several
-        # layers, is skipped.
-        emit = lambda s: _emit(params, requests, s, ready, processed_logprobs, implementation)
-        s = at_most_once(jnp.any(ready.rows), emit, s)
-        return admit(_counted(s, turns=1), requests)
 
     return lax.while_loop(go_on, turn, admit(state, requests))
+
+
+def one_turn(
+    params: Params,
+    requests: Requests,
+    state: State,
+    *,
+    lanes: Lanes,
+    processed_logprobs: bool = False,
+    implementation: str | None = None,
+) -> State:
+    """Run one turn and admit who has room after it; arguments as those of `run`."""
+    num_slots = state.request.shape[0]
+    todo = lambda s: tokens_to_do(s, requests)
+    none = Ready(
+        x=jnp.zeros((num_slots, params.config.hidden_size), params.dtype),
+        rows=jnp.zeros(num_slots, bool),
+    )
+    c = (state, none)
+    prefill = lambda state, ready: _prefill_pass(
+        params, requests, state, ready, lanes, implementation
+    )
+    _, c = lax.while_loop(
+        lambda c: (c[0] < lanes.passes) & jnp.any(todo(c[1][0]) > 1),
+        lambda c: (c[0] + 1, prefill(*c[1])),
+        (jnp.zeros((), jnp.int32), c),
+    )
+    decode = lambda c: _decode_pass(params, requests, c[0], c[1], implementation)
+    c = at_most_once(jnp.any(todo(c[0]) == 1), decode, c)
+    s, ready = _with_forks(requests, *c)
+    # Nothing is ready after most turns of a long prompt alone: the head, as dear as several
+    # layers, is skipped.
+    emit = lambda s: _emit(params, requests, s, ready, processed_logprobs, implementation)
+    s = at_most_once(jnp.any(ready.rows), emit, s)
+    return admit(_counted(s, turns=1), requests)
 
 
 def _counted(state: State, **more: Array | int) -> State:

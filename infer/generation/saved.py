@@ -94,6 +94,9 @@ def begin_on(
 ) -> State:
     """Return the state before the first turn with all that `saved` holds of the prompt in place."""
     check_fits(saved, params)
+    have, need = (c.k_pages[0].dtype.name for c in (saved.state.cache, state.cache))
+    if have != need:
+        raise RequestError(f"kv_dtype is {need}, the state's {have}; go on with the same")
     if saved.caps.page_size != state.cache.page_size:
         raise RequestError(
             f"page_size is {state.cache.page_size}, the state's {saved.caps.page_size}; "
@@ -186,7 +189,9 @@ def _caps(fields: dict[str, Any]) -> Caps:
     lanes, words = Lanes(**fields.pop("lanes")), tuple(fields.pop("bad_words"))
     caps = Caps(**fields, lanes=lanes, bad_words=words)
     check_implementation(caps.implementation)
+    prepare.check_kv_dtype(caps.kv_dtype)
     optional = {"processed_logprobs", "prompt_logprobs", "implementation", "command_buffers"}
+    optional |= {"kv_dtype"}
     sizes = [v for k, v in fields.items() if k not in optional]
     sizes += [*words, lanes.tile, lanes.num_tiles, lanes.passes]
     if caps.prompt_logprobs is not None:

@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from infer.pytree import Leaf, pytree_dataclass, static
 from infer.quant.qarray import QArray
 
 _PANEL = 16
+# Bytes of a weight that are repacked at a time.
+_PIECE = 8 << 20
 
 _OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -38,11 +41,15 @@ class Packed:
         return self.data.nbytes
 
 
-def repack(weight: QArray | jax.Array | np.ndarray) -> Packed:
-    """Return a weight [out, in] repacked, as a JAX array on the CPU.
+def repack(
+    weight: QArray | jax.Array | np.ndarray, done: Callable[[np.ndarray], None] | None = None
+) -> Packed:
+    """Return a weight [out, in] repacked, as a JAX array on the CPU; all threads take part.
 
     Args:
         weight: packed blocks, or a float32, float16 or bfloat16 matrix; known on the host.
+        done: called with one piece after the other of the weight's rows, of about 8 MB, when it is
+            not needed any more, so that the pages of a mapped file need not all be in memory.
 
     Raises:
         NotImplementedError: there is no kernel for the format, or `in` is no multiple of 32.
@@ -71,14 +78,19 @@ def repack(weight: QArray | jax.Array | np.ndarray) -> Packed:
     library.infer_native_panel_bytes.restype = ctypes.c_int64
     panel_bytes = library.infer_native_panel_bytes(FORMATS[name], ctypes.c_int64(width))
     data = _aligned_zeros((-(-out // _PANEL), panel_bytes))
-    library.infer_native_repack(
-        FORMATS[name],
-        ctypes.c_void_p(rows.ctypes.data),
-        ctypes.c_int64(rows.strides[0]),
-        out,
-        width,
-        ctypes.c_void_p(data.ctypes.data),
-    )
+    step = _PANEL * max(1, _PIECE // (_PANEL * rows.strides[0]))
+    for first in range(0, out, step):
+        piece = rows[first : first + step]
+        library.infer_native_repack(
+            FORMATS[name],
+            ctypes.c_void_p(piece.ctypes.data),
+            ctypes.c_int64(rows.strides[0]),
+            len(piece),
+            width,
+            ctypes.c_void_p(data[first // _PANEL :].ctypes.data),
+        )
+        if done is not None:
+            done(piece)
     return Packed(_on_cpu(data), format=name, shape=(out, width))
 
 

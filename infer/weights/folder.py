@@ -20,13 +20,15 @@ from infer.config import ModelConfig
 from infer.model_files import ModelFolder
 from infer.models.checkpoint import Layout
 from infer.models.params import Params
+from infer.native.repack import Packed, repack
 from infer.weights.folder_config import describe
-from infer.weights.load import HEADROOM
+from infer.weights.load import HEADROOM, floats_in_panels, uses_panels
 from infer.weights.safetensors import FLOATS, TensorInfo
 from infer.weights.shards import SafetensorsFolder
 from infer.weights.slots import Progress, Slot, check_tensors, plan, read_plan, slots_of
 
 _COMPARED_ROWS = 1024
+_BYTES: dict[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def load_folder(
@@ -34,6 +36,7 @@ def load_folder(
     *,
     dtype: DTypeLike = jnp.float32,
     num_tokens: int | None = None,
+    packed: bool = False,
     progress: Progress | None = None,
 ) -> Params:
     """Return the weights of a folder with config.json and safetensors files.
@@ -43,6 +46,8 @@ def load_folder(
         dtype: of activations and weights.
         num_tokens: ids that the tokenizer knows; rows of the embedding beyond them are padding,
             whose logits are masked.  None: all rows are tokens.
+        packed: on a CPU with native operations matrices stay as they are in the file, in the order
+            in which those read them; elsewhere this changes nothing.
         progress: called with (bytes done, bytes in all).
 
     Raises:
@@ -61,13 +66,20 @@ def load_folder(
     with SafetensorsFolder.open(folder) as files:
         source = CanonicalTensors(files, layout)
         slots = planned(config, source)
-        weights = sum(math.prod(slot.shape) for slot in slots_of(slots)) * dtype.itemsize
+        panels = uses_panels(packed)
+        itemsize = lambda slot: _BYTES[source.tensors[slot.tensor].dtype]
+        kept = lambda slot: panels and floats_in_panels(slot, itemsize(slot), dtype)
+        weights = sum(
+            math.prod(slot.shape) * (itemsize(slot) if kept(slot) else dtype.itemsize)
+            for slot in slots_of(slots)
+        )
         check_memory(
             f"{folder.label} as {dtype.name}",
             int(weights * (1 + HEADROOM)),
             "free memory or load a smaller model",
         )
-        return read_plan(source, slots, lambda slot: _read(source, slot, dtype), progress)
+        read = lambda slot: _read(source, slot, dtype, kept(slot))
+        return read_plan(source, slots, read, progress)
 
 
 def planned(config: ModelConfig, source: "CanonicalTensors") -> Params:
@@ -142,8 +154,12 @@ def _equal(source: CanonicalTensors, a: str, b: str) -> bool:
     return same
 
 
-def _read(source: CanonicalTensors, slot: Slot, dtype: Any) -> jax.Array:
+def _read(source: CanonicalTensors, slot: Slot, dtype: Any, panels: bool) -> jax.Array | Packed:
     values = slot.taken(source.array(slot.tensor))
+    if panels:
+        leaf = repack(values)
+        source.release(slot.tensor)
+        return leaf
     if source.layout.norm_plus_one and slot.field.endswith("norm"):
         values = values.astype(np.float32) + np.float32(1)
     if values.dtype == np.float64:

@@ -194,10 +194,25 @@ class GGUFFile(TypedMetadata):
     def release(self, name: str) -> None:
         """Let the system drop the pages that reading a tensor brought into memory."""
         info = self._info(name)
-        data = None if self._data is None else self._data[info.part]
+        self._drop(info.part, info.offset, info.offset + info.nbytes)
+
+    def release_view(self, view: np.ndarray) -> None:
+        """Let the system drop the pages under some rows of what `raw` returned, which stay
+        readable; an array that lies elsewhere is left alone.
+        """
+        if not view.flags.c_contiguous:
+            return
+        for part, data in enumerate(self._data or ()):
+            start = view.ctypes.data - np.frombuffer(data, np.uint8).ctypes.data
+            if 0 <= start and start + view.nbytes <= len(data):
+                self._drop(part, start, start + view.nbytes)
+
+    def _drop(self, part: int, first: int, last: int) -> None:
+        """Let the system drop the whole pages of bytes [first, last) of a file."""
+        data = None if self._data is None else self._data[part]
         if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-            last = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            first = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+            last = last // mmap.PAGESIZE * mmap.PAGESIZE
             if first < last:
                 data.madvise(mmap.MADV_DONTNEED, first, last - first)
 

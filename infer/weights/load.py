@@ -21,6 +21,9 @@ from infer.weights.slots import Progress, Slot, check_tensors, plan, read_plan, 
 
 # Types that are plain numbers: they become float arrays even where quantised matrices stay packed.
 PLAIN = ("F32", "F16", "BF16")
+_PLAIN_DTYPES: dict[str, jnp.dtype] = dict(
+    zip(PLAIN, map(jnp.dtype, ("float32", "float16", "bfloat16")), strict=True)
+)
 # Room beside the weights for a small cache and the temporaries of a step, as a share of the
 # weights.
 HEADROOM = 0.15
@@ -76,12 +79,31 @@ def _stays_packed(type_name: str, packed: bool | str) -> bool:
     return bool(packed) and type_name not in PLAIN
 
 
+def uses_panels(packed: bool | str) -> bool:
+    """Return whether `packed` asks for weights in the order of the CPU's native operations."""
+    return packed is True and default_platform() == "cpu" and native.by_default()
+
+
+def floats_in_panels(slot: Slot, itemsize: int, dtype: jnp.dtype) -> bool:
+    """Return whether native operations multiply a weight of plain numbers of so many bytes as it
+    is in the file: a matrix, of no more bytes than `dtype` would take.
+    """
+    matrix = len(slot.shape) == 2 and slot.field != "positions" and slot.shape[1] % 32 == 0
+    return matrix and itemsize <= dtype.itemsize
+
+
 def _check_memory(file: GGUFFile, slots: Params, dtype: jnp.dtype, packed: bool | str) -> None:
     weights = 0
     for slot in slots_of(slots):
         info = file.tensors[slot.tensor]
-        keep = _stays_packed(info.type_name, packed)
-        weights += info.nbytes if keep else int(np.prod(slot.shape)) * jnp.dtype(dtype).itemsize
+        numbers = int(np.prod(slot.shape))
+        plain = _PLAIN_DTYPES.get(info.type_name)
+        if _stays_packed(info.type_name, packed):
+            weights += info.nbytes
+        elif plain and uses_panels(packed) and floats_in_panels(slot, plain.itemsize, dtype):
+            weights += numbers * plain.itemsize
+        else:
+            weights += numbers * dtype.itemsize
     way_out = (
         "free memory or take a smaller model" if packed else "packed=True keeps the file's own size"
     )
@@ -95,19 +117,23 @@ def _read(
     # A tensor that several weights share is decoded once: they come one after the other.
     decoded = functools.lru_cache(maxsize=1)(lambda name: file.array(name, np.dtype(dtype)))
 
-    panels = packed is True and default_platform() == "cpu" and native.by_default()
+    panels = uses_panels(packed)
 
     def read(slot: Slot) -> jnp.ndarray | QArray | Packed:
         info = file.tensors[slot.tensor]
+        plain = _PLAIN_DTYPES.get(info.type_name)
         if _stays_packed(info.type_name, packed):
             raw, format = slot.taken(file.raw(slot.tensor)), FORMATS[info.type_name]
             if panels and info.type_name in native_formats and slot.shape[1] % 32 == 0:
-                leaf = repack(QArray.create(raw, format, slot.shape))
+                leaf = repack(QArray.create(raw, format, slot.shape), file.release_view)
                 data = leaf.data
             else:
                 # A copy: a view of the file would change, or end the process, when the file does.
                 data = jnp.array(raw, copy=True)
                 leaf = QArray.create(data, format, slot.shape)
+        elif panels and plain and floats_in_panels(slot, plain.itemsize, dtype):
+            leaf = repack(slot.taken(file.array(slot.tensor, plain)))
+            data = leaf.data
         else:
             data = leaf = jnp.asarray(slot.taken(decoded(slot.tensor)))
         data.block_until_ready()  # so that one tensor is on its way at a time

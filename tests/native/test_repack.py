@@ -1,5 +1,9 @@
 """Repacked weights: what they hold, what they refuse."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ from infer.native.linear import linear
 from infer.native.repack import repack
 from infer.quant.blocks import FORMATS as BLOCKS
 from infer.quant.qarray import QArray
+from infer.weights.gguf_writer import GGUFTensor, write_gguf
 from tests.native.weights import FLOATS, FORMATS, PACKED, dense, random_weight
 
 
@@ -57,3 +62,49 @@ def test_no_second_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repacking, "_aligned_zeros", lambda s: made.append(zeros(s)) or made[-1])
     packed = repack(random_weight("Q8_0", (4096, 256)))
     assert packed.data.unsafe_buffer_pointer() == made[0].ctypes.data
+
+
+def test_pieces_that_are_done_are_all_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_weight("Q4_1", (100, 64))
+    want = repack(weight)
+    monkeypatch.setattr(repacking, "_PIECE", 40 * 33)  # 33 rows: two panels
+    done: list[np.ndarray] = []
+    assert np.array_equal(repack(weight, done.append).data, want.data)
+    assert [len(piece) for piece in done] == [32, 32, 32, 4]
+    assert np.array_equal(np.concatenate(done), weight.data)
+
+
+_LOAD = """
+import sys, numpy as np
+from infer.native.repack import repack
+from infer.quant.blocks import FORMATS
+from infer.quant.qarray import QArray
+from infer.weights.gguf_writer import GGUFTensor, write_gguf
+from infer.weights.gguf import GGUFFile
+def kb(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(x.split()[1]) for x in lines if x.startswith(name))
+repack(QArray.create(np.zeros((16, 34), np.uint8), FORMATS["Q8_0"], (16, 32)))
+file = GGUFFile.open(sys.argv[1])
+before, most = kb("VmRSS"), kb("VmHWM")
+raw = file.raw("w")
+shape = file.tensors["w"].shape
+packed = repack(QArray.create(raw, FORMATS["Q8_0"], shape), file.release_view)
+peak = kb("VmHWM")
+assert peak > most
+assert raw[-1].any()  # still readable
+print((peak - before) * 1024 / raw.nbytes)
+"""
+
+
+def test_a_mapped_weight_is_never_in_memory_twice(tmp_path: Path) -> None:
+    shape = (1 << 16, 2048)
+    data = np.full((shape[0], shape[1] // 32 * 34), 1, np.uint8)  # 136 MB
+    tensor = GGUFTensor(name="w", shape=shape, type_name="Q8_0", data=lambda: data)
+    path = tmp_path / "w.gguf"
+    write_gguf(path, {"general.architecture": "llama"}, [tensor])
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(path)], capture_output=True, text=True, check=True
+    )
+    # The weight itself, a piece of the file, and the rest of a huge page.
+    assert 1 <= float(done.stdout) < 1.2, done.stderr

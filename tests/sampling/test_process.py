@@ -7,7 +7,7 @@ import pytest
 from infer.errors import RequestError
 from infer.sampling import History, SamplingParams, SamplingState, penalise, process_logits
 from infer.sampling.process import ends_with
-from tests.sampling.test_draw import _state
+from tests.sampling.states import state_of
 
 pytestmark = pytest.mark.kernels
 LOGITS = [2.0, -1.0, 0.5, -0.5]
@@ -38,20 +38,20 @@ def _change(state: SamplingState, **changes: object) -> SamplingState:
 def test_repetition_divides_what_is_positive_and_multiplies_what_is_negative() -> None:
     logits = jnp.asarray([LOGITS] * 2)
     history = _history([[0, 1], [2]], [[], [0]])
-    y = penalise(logits, _state(2, 4, repetition=2.0), history)
+    y = penalise(logits, state_of(2, 4, repetition=2.0), history)
     np.testing.assert_allclose(y, [[1, -2, 0.5, -0.5], [1, -1, 0.25, -0.5]])
 
 
 def test_frequency_and_presence_count_generated_tokens_only() -> None:
     logits = jnp.asarray([LOGITS] * 2)
     history = _history([[0, 0, 2], [1]], [[1, 1, 1, 3], []])
-    y = penalise(logits, _state(2, 4, frequency=0.5, presence=0.25), history)
+    y = penalise(logits, state_of(2, 4, frequency=0.5, presence=0.25), history)
     np.testing.assert_allclose(y, [[2, -2.75, 0.5, -1.25], LOGITS])
 
 
 def test_a_row_without_penalties_is_untouched_beside_one_with() -> None:
     logits = jnp.asarray([LOGITS] * 2)
-    state = _state(2, 4, repetition=[1.0, 2.0])
+    state = state_of(2, 4, repetition=[1.0, 2.0])
     y = process_logits(logits, state, _history([[0], [0]], [[1], [1]]))
     np.testing.assert_array_equal(y[0], LOGITS)
     np.testing.assert_allclose(y[1], [1, -2, 0.5, -0.5])
@@ -60,7 +60,7 @@ def test_a_row_without_penalties_is_untouched_beside_one_with() -> None:
 def test_bias_and_allowed_ids() -> None:
     allowed = jnp.asarray([[True, True, False, True], [True] * 4])
     state = _change(
-        _state(2, 4),
+        state_of(2, 4),
         bias_ids=jnp.asarray([[1, 4], [4, 4]], jnp.int32),
         bias=jnp.asarray([[5.0, 9.0], [9.0, 9.0]]),
         allowed=allowed,
@@ -72,7 +72,7 @@ def test_bias_and_allowed_ids() -> None:
 def test_a_bad_word_is_banned_only_after_its_beginning() -> None:
     v = 4
     words = jnp.asarray([[[v, v, 3], [v, 1, 2], [0, 1, 0]]] * 3, jnp.int32)
-    state = _change(_state(3, v), bad_words=words)
+    state = _change(state_of(3, v), bad_words=words)
     history = _history([[1]] * 3, [[], [0], [0, 1]])
     y = process_logits(jnp.zeros((3, v)), state, history)
     banned = [sorted(np.flatnonzero(np.isneginf(row))) for row in np.asarray(y)]

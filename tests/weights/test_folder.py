@@ -53,8 +53,8 @@ def test_text_from_a_folder(tmp_path: Path) -> None:
         ids.append(int(jnp.argmax(logits)))
     assert out.tokens[0].tolist() == ids[3:] and max(ids) < 90
     assert out.text[0].split() == [f"w{i}" for i in ids[3:]]
-    with pytest.raises(ConfigError, match="packed=True keeps the blocks of a GGUF file"):
-        infer.load(folder, packed=True)
+    with pytest.raises(ConfigError, match="packed='blocks' keeps the blocks of a GGUF file"):
+        infer.load(folder, packed="blocks")
     with pytest.raises(ConfigError, match=r"is a part of a model; give its folder"):
         infer.load(folder / "model.safetensors")
     (folder / "tokenizer.json").unlink()

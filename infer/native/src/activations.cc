@@ -39,23 +39,37 @@ Scratch::~Scratch() {
   m = Memory();
 }
 
+namespace {
+int64_t stride_of(int64_t rows) { return std::min<int64_t>(rows, kRowBlock); }
+int64_t padded(int64_t rows) {
+  const int64_t stride = std::max<int64_t>(1, stride_of(rows));
+  return (rows + stride - 1) / stride * stride;
+}
+}  // namespace
+
 size_t rows_bytes(int64_t rows, int64_t in, Needs needs) {
   size_t bytes = 0;
   if (needs.floats) bytes += Scratch::bytes_of<float>(rows * in);
   if (needs.quants) {
-    bytes += Scratch::bytes_of<int8_t>(rows * in) + 3 * Scratch::bytes_of<float>(rows * in / 16);
+    const int64_t groups = padded(rows) * in / kGroup;
+    bytes += Scratch::bytes_of<int8_t>(groups * kGroup) + 3 * Scratch::bytes_of<float>(groups) +
+             Scratch::bytes_of<int32_t>(2 * groups);
   }
   return bytes;
 }
 
 Rows take_rows(Scratch& scratch, int64_t rows, int64_t in, Needs needs) {
-  Rows to{static_cast<int>(in), nullptr, nullptr, nullptr, nullptr, nullptr};
+  Rows to{};
+  to.in = static_cast<int>(in);
+  to.stride = static_cast<int>(stride_of(rows));
   if (needs.floats) to.x = scratch.take<float>(rows * in);
   if (needs.quants) {
-    to.q = scratch.take<int8_t>(rows * in);
-    to.d = scratch.take<float>(rows * in / kGroup);
-    to.d_sum = scratch.take<float>(rows * in / kGroup);
-    to.minus_sum = scratch.take<int32_t>(rows * in / 16);
+    const int64_t groups = padded(rows) * in / kGroup;
+    to.q = scratch.take<int8_t>(groups * kGroup);
+    to.d = scratch.take<float>(groups);
+    to.d_sum = scratch.take<float>(groups);
+    to.minus_sum = scratch.take<int32_t>(groups);
+    to.minus_half = scratch.take<int32_t>(2 * groups);
   }
   return to;
 }
@@ -73,36 +87,46 @@ void prepare_rows(const float* x, int rows, const float* gain, float eps, const 
       min_piece(64 * to.in));
 }
 
-void do_panel(const Kernels& k, const Product& p, const Rows& x, int row, int count, int panel) {
-  alignas(64) float tile[kRowBlock * kPanel];
-  const int out = p.weight.out, column = panel * kPanel, n = std::min(kPanel, out - column);
-  k.panel(p.weight, x, row, count, panel, tile);
-  for (int i = 0; i < count; ++i) {
-    const int64_t at = static_cast<int64_t>(row + i) * out + column;
-    k.finish(tile + kPanel * i, p.bias ? p.bias + column : nullptr,
-             p.residual ? p.residual + at : nullptr, n, p.y + at);
+namespace {
+
+// Rows [row, row + count) of two panels of outputs, or of the last one.
+void do_pair(const Kernels& k, const Product& p, const Rows& x, int row, int count, int pair) {
+  alignas(64) float tiles[2][kRowBlock * kPanel];
+  const Weight& w = p.weight;
+  const bool two = 2 * pair + 1 < w.panels();
+  k.panels(w.format, w.panel(2 * pair), two ? w.panel(2 * pair + 1) : nullptr, x, row, count,
+           tiles[0], tiles[1]);
+  for (int j = 0; j < (two ? 2 : 1); ++j) {
+    const int column = (2 * pair + j) * kPanel, n = std::min(kPanel, w.out - column);
+    for (int i = 0; i < count; ++i) {
+      const int64_t at = static_cast<int64_t>(row + i) * w.out + column;
+      k.finish(tiles[j] + kPanel * i, p.bias ? p.bias + column : nullptr,
+               p.residual ? p.residual + at : nullptr, n, p.y + at);
+    }
   }
 }
+
+}  // namespace
 
 // All panels of all products for a block of rows, then for the next: the weights stay in the second
 // cache while the rows pass, or, with few rows, stream through once.
 void do_products(const Product* products, int count, const Rows& x, int rows) {
   const Kernels& k = kernels();
-  int panels = 0;
-  for (int i = 0; i < count; ++i) panels += products[i].weight.panels();
+  int pairs = 0;
+  for (int i = 0; i < count; ++i) pairs += products[i].weight.pairs();
   const int blocks = (rows + kRowBlock - 1) / kRowBlock;
   parallel_for(
-      blocks * panels,
+      blocks * pairs,
       [&](int begin, int end) {
         for (int item = begin; item < end; ++item) {
-          const int row = item / panels * kRowBlock;
+          const int row = item / pairs * kRowBlock;
           const Product* p = products;
-          int panel = item % panels;
-          while (panel >= p->weight.panels()) panel -= p++->weight.panels();
-          do_panel(k, *p, x, row, std::min(kRowBlock, rows - row), panel);
+          int pair = item % pairs;
+          while (pair >= p->weight.pairs()) pair -= p++->weight.pairs();
+          do_pair(k, *p, x, row, std::min(kRowBlock, rows - row), pair);
         }
       },
-      min_piece(static_cast<int64_t>(x.in) * kPanel * std::min(rows, kRowBlock)));
+      min_piece(static_cast<int64_t>(x.in) * 2 * kPanel * std::min(rows, kRowBlock)));
 }
 
 ffi::Error check_x(const ffi::AnyBuffer& x, int& rows, int& in) {

@@ -64,9 +64,6 @@ struct Product {
   float* y = nullptr;
 };
 
-// Rows [row, row + count) of one panel of outputs; count <= kRowBlock.
-void do_panel(const Kernels& k, const Product& p, const Rows& x, int row, int count, int panel);
-
 // All of some products of the same rows, on all threads.
 void do_products(const Product* products, int count, const Rows& x, int rows);
 

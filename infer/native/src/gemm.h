@@ -57,17 +57,27 @@ struct Weight {
   int out, in;
 
   int panels() const { return (out + kPanel - 1) / kPanel; }
+  int pairs() const { return (panels() + 1) / 2; }
   const uint8_t* panel(int p) const { return data + p * panel_bytes(format, in); }
 };
 
-// Rows of activations [rows, in], quantised, as floats, or both: whatever the weights need.
+// Rows of activations [rows, in], quantised, as floats, or both: whatever the weights need.  The
+// quantised ones lie group by group, and in a group row by row, within each block of rows: what
+// meets one group of weights is side by side.
 struct Rows {
   int in;
-  float* x;            // [rows, in], for float weights
-  int8_t* q;           // [rows, in]
-  float* d;            // [rows, in / 32]
-  float* d_sum;        // [rows, in / 32]: d times the sum of the group's q
-  int32_t* minus_sum;  // [rows, in / 16]: less the sum of 16 q
+  int stride;           // rows of a block: kRowBlock, or all if they are fewer
+  float* x;             // [rows, in], for float weights
+  int8_t* q;            // [blocks, in / 32, stride, 32]
+  float* d;             // [blocks, in / 32, stride]
+  float* d_sum;         // likewise: d times the sum of the group's q
+  int32_t* minus_sum;   // likewise: less the sum of the group's q
+  int32_t* minus_half;  // [blocks, in / 32, stride, 2]: less the sums of its halves
+
+  int64_t at(int row, int group) const {
+    return (static_cast<int64_t>(row / kRowBlock) * (in / kGroup) + group) * stride +
+           row % kRowBlock;
+  }
 };
 
 enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
@@ -80,8 +90,10 @@ struct Kernels {
   // The same of one group x [32].
   void (*prepare_group)(const float* x, const Rows& to, int row, int group);
 
-  // y [count, 16] := rows [row, row + count) times panel p; count <= kRowBlock.
-  void (*panel)(const Weight& w, const Rows& x, int row, int count, int p, float* y);
+  // ya [count, 16] := rows [row, row + count) times the panel `a` of a weight of this format, and yb
+  // likewise with `b` unless that is null.  `row` begins a block, count <= kRowBlock.
+  void (*panels)(Format format, const uint8_t* a, const uint8_t* b, const Rows& x, int row,
+                 int count, float* ya, float* yb);
 
   // y[i] := (tile[i] + bias) + residual[i] for n = 1 to 16 outputs; both may be null.
   void (*finish)(const float* tile, const float* bias, const float* residual, int n, float* y);

@@ -66,7 +66,7 @@ struct Group {
   U8x64 codes[8];
   F32 scale;
   F32 min;     // only where the format has minima
-  I32 c0, c1;  // only Q6_K: scales of the two halves
+  F32 c0, c1;  // only Q6_K: scales of the two halves
 };
 
 // Blocks of 32: codes, then d, then maybe m, as float16 [16].
@@ -124,47 +124,70 @@ struct BlockQ6K {
   static INFER_INLINE void group(const Header& h, const uint8_t* p, Group& g) {
     unpack_six_bits(p, g.codes);
     g.scale = h.d;
-    g.c0 = load_i8(p + 384);
-    g.c1 = load_i8(p + 400);
+    g.c0 = to_f32(load_i8(p + 384));
+    g.c1 = to_f32(load_i8(p + 400));
   }
 };
 
 // ---- Products ---------------------------------------------------------------------------------
 
-// y [M, 16] := M rows of activations times one panel.  The weights are unpacked once for all M.
-template <typename F, int M>
-void tile(const uint8_t* p, const Rows& x, int row, float* y) {
-  const int in = x.in, groups = in / kGroup;
-  const int8_t* q = x.q + static_cast<int64_t>(row) * in;
-  const float* d = x.d + static_cast<int64_t>(row) * groups;
-  const float* d_sum = x.d_sum + static_cast<int64_t>(row) * groups;
-  const int32_t* minus_sum = x.minus_sum + static_cast<int64_t>(row) * 2 * groups;
-  F32 acc[M];
-  for (int m = 0; m < M; ++m) acc[m] = zero_f32();
-  for (int k = 0; k < groups; k += F::kGroups) {
-    const typename F::Header header = F::header(p);
-    p += F::kHeader;
-    for (int i = 0; i < F::kGroups; ++i, p += F::kGroupBytes) {
-      Group w;
-      F::group(header, p, w);
-      for (int m = 0; m < M; ++m) {
-        const int g = m * groups + k + i;
-        const int8_t* qg = q + static_cast<int64_t>(m) * in + kGroup * (k + i);
-        I32 s;
-        if constexpr (F::kHalves) {  // at most 2^24: exact as float32
-          const int32_t* minus = minus_sum + 2 * g;
-          s = add(mul(w.c0, dot<F::kBits, F::kZero, 4>(w.codes, qg, minus[0])),
-                  mul(w.c1, dot<F::kBits, F::kZero, 4>(w.codes + 4, qg + 16, minus[1])));
-        } else {
-          const int32_t minus = F::kZero ? minus_sum[2 * g] + minus_sum[2 * g + 1] : 0;
-          s = dot<F::kBits, F::kZero, 8>(w.codes, qg, minus);
-        }
-        acc[m] = fma(mul(to_f32(s), w.scale), set1(d[g]), acc[m]);
-        if constexpr (F::kHasMin) acc[m] = fma(w.min, set1(d_sum[g]), acc[m]);
+// The sum over one group of one row, as a float: an integer of at most 2^24, so exact.
+template <typename F>
+INFER_INLINE F32 group_sum(const Group& w, const int8_t* q, const int32_t* minus_sum,
+                           const int32_t* minus_half) {
+  if constexpr (F::kHalves) {
+    const I32 low = dot<F::kBits, F::kZero, 4>(w.codes, q, minus_half[0]);
+    const I32 high = dot<F::kBits, F::kZero, 4>(w.codes + 4, q + 16, minus_half[1]);
+    return fma(to_f32(high), w.c1, mul(to_f32(low), w.c0));
+  } else {
+    return to_f32(dot<F::kBits, F::kZero, 8>(w.codes, q, F::kZero ? *minus_sum : 0));
+  }
+}
+
+// P panels times `count` rows.  A group of weights is unpacked once and meets all rows; two panels
+// share what is read of a row.  Sums are kept in y, but for a single row.
+template <typename F, int P, bool kOneRow>
+void tile(const uint8_t* const* panels, const Rows& x, int row, int count, float* const* y) {
+  const uint8_t* p[P];
+  F32 one[P];
+  for (int j = 0; j < P; ++j) {
+    p[j] = panels[j];
+    one[j] = zero_f32();
+    for (int m = 0; m < count; ++m) store(y[j] + kPanel * m, zero_f32());
+  }
+  for (int k = 0; k < x.in / kGroup; k += F::kGroups) {
+    typename F::Header header[P];
+    for (int j = 0; j < P; ++j) {
+      header[j] = F::header(p[j]);
+      p[j] += F::kHeader;
+    }
+    for (int i = 0; i < F::kGroups; ++i) {
+      Group w[P];
+      for (int j = 0; j < P; ++j) {
+        F::group(header[j], p[j], w[j]);
+        p[j] += F::kGroupBytes;
       }
+      const int64_t at = x.at(row, k + i);
+      const int8_t* q = x.q + kGroup * at;
+      const float *d = x.d + at, *d_sum = x.d_sum + at;
+      const int32_t *sum = x.minus_sum + at, *half = x.minus_half + 2 * at;
+      for (int m = 0; m < (kOneRow ? 1 : count); ++m) {
+        F32 s[P];
+        for (int j = 0; j < P; ++j) {
+          s[j] = group_sum<F>(w[j], q + kGroup * m, sum + m, half + 2 * m);
+        }
+        for (int j = 0; j < P; ++j) {
+          F32 acc = kOneRow ? one[j] : load(y[j] + kPanel * m);
+          acc = fma(mul(s[j], w[j].scale), set1(d[m]), acc);
+          if constexpr (F::kHasMin) acc = fma(w[j].min, set1(d_sum[m]), acc);
+          kOneRow ? void(one[j] = acc) : store(y[j] + kPanel * m, acc);
+        }
+      }
+      // Two groups at once, as a compiler would have it, are more codes than registers.
+      if (!kOneRow) asm volatile("" ::: "memory");
     }
   }
-  for (int m = 0; m < M; ++m) store(y + kPanel * m, acc[m]);
+  for (int j = 0; j < P && kOneRow; ++j) store(y[j], one[j]);
 }
 
 template <Format format>
@@ -174,8 +197,8 @@ INFER_INLINE F32 load_weights(const uint8_t* p) {
   if constexpr (format == Format::kBf16) return load_bf16(p);
 }
 
-// The same for weights that are floats, of unquantised activations: two chains, of even and of odd
-// inputs, because one would wait for itself.
+// M rows times a panel of floats, of unquantised activations: two chains, of even and of odd inputs,
+// because one would wait for itself.
 template <Format format, int M>
 void tile_float(const uint8_t* p, const Rows& x, int row, float* y) {
   constexpr int kBytes = format == Format::kF32 ? 64 : 32;
@@ -193,42 +216,54 @@ void tile_float(const uint8_t* p, const Rows& x, int row, float* y) {
   for (int m = 0; m < M; ++m) store(y + kPanel * m, add(even[m], odd[m]));
 }
 
-using Tile = void (*)(const uint8_t* p, const Rows& x, int row, float* y);
-struct Tiles {
-  Tile by_rows[4];  // of 1, 2, 4 and 8 rows
-};
+template <Format format>
+void float_rows(const uint8_t* p, const Rows& x, int row, int count, float* y) {
+  for (; count >= 8; count -= 8, row += 8, y += 8 * kPanel) tile_float<format, 8>(p, x, row, y);
+  for (; count >= 2; count -= 2, row += 2, y += 2 * kPanel) tile_float<format, 2>(p, x, row, y);
+  if (count > 0) tile_float<format, 1>(p, x, row, y);
+}
+
+template <Format format>
+void float_panels(const uint8_t* a, const uint8_t* b, const Rows& x, int row, int count, float* ya,
+                  float* yb) {
+  float_rows<format>(a, x, row, count, ya);
+  if (b != nullptr) float_rows<format>(b, x, row, count, yb);
+}
 
 template <typename F>
-constexpr Tiles tiles() {
-  return {{tile<F, 1>, tile<F, 2>, tile<F, 4>, tile<F, 8>}};
-}
-template <Format f>
-constexpr Tiles float_tiles() {
-  return {{tile_float<f, 1>, tile_float<f, 2>, tile_float<f, 4>, tile_float<f, 8>}};
+void quant_panels(const uint8_t* a, const uint8_t* b, const Rows& x, int row, int count, float* ya,
+                  float* yb) {
+  const uint8_t* panels[2] = {a, b};
+  float* y[2] = {ya, yb};
+  if (count == 1) {  // one after the other: memory is read faster in one stream than in two
+    tile<F, 1, true>(panels, x, row, 1, y);
+    if (b != nullptr) tile<F, 1, true>(panels + 1, x, row, 1, y + 1);
+  } else if (b == nullptr) {
+    tile<F, 1, false>(panels, x, row, count, y);
+  } else {
+    tile<F, 2, false>(panels, x, row, count, y);
+  }
 }
 
-constexpr Tiles kTiles[kFormats] = {
-    float_tiles<Format::kF32>(),
-    float_tiles<Format::kF16>(),
-    float_tiles<Format::kBf16>(),
-    tiles<Block32<4, false>>(),
-    tiles<Block32<4, true>>(),
-    tiles<Block32<5, false>>(),
-    tiles<Block32<5, true>>(),
-    tiles<Block32<8, false>>(),
-    tiles<BlockK<4>>(),
-    tiles<BlockK<5>>(),
-    tiles<BlockQ6K>(),
+using Panels = void (*)(const uint8_t* a, const uint8_t* b, const Rows& x, int row, int count,
+                        float* ya, float* yb);
+constexpr Panels kPanels[kFormats] = {
+    float_panels<Format::kF32>,
+    float_panels<Format::kF16>,
+    float_panels<Format::kBf16>,
+    quant_panels<Block32<4, false>>,
+    quant_panels<Block32<4, true>>,
+    quant_panels<Block32<5, false>>,
+    quant_panels<Block32<5, true>>,
+    quant_panels<Block32<8, false>>,
+    quant_panels<BlockK<4>>,
+    quant_panels<BlockK<5>>,
+    quant_panels<BlockQ6K>,
 };
 
-void panel(const Weight& w, const Rows& x, int row, int count, int p, float* y) {
-  const Tiles& t = kTiles[static_cast<int>(w.format)];
-  const uint8_t* data = w.panel(p);
-  for (int log = 3; log >= 0; --log) {
-    for (; count >= 1 << log; count -= 1 << log, row += 1 << log, y += kPanel << log) {
-      t.by_rows[log](data, x, row, y);
-    }
-  }
+void panels(Format format, const uint8_t* a, const uint8_t* b, const Rows& x, int row, int count,
+            float* ya, float* yb) {
+  kPanels[static_cast<int>(format)](a, b, x, row, count, ya, yb);
 }
 
 // ---- Around the products ------------------------------------------------------------------------
@@ -243,6 +278,7 @@ float inverse_rms(const float* x, int n, float eps) {
   return 1.0f / __builtin_sqrtf(reduce_add(add(a, b)) / static_cast<float>(n) + eps);
 }
 
+// `group` is Rows::at.
 INFER_INLINE void quantize_group(F32 a, F32 b, const Rows& to, int64_t group) {
   // As integers the magnitudes sort likewise, with NaN above all: it ends in d, and in the result.
   const I32 magnitude = set1_i32(0x7fffffff);
@@ -261,8 +297,9 @@ INFER_INLINE void quantize_group(F32 a, F32 b, const Rows& to, int64_t group) {
   const int32_t sa = reduce_add(qa), sb = reduce_add(qb);
   to.d[group] = d;
   to.d_sum[group] = d * static_cast<float>(sa + sb);
-  to.minus_sum[2 * group] = -sa;
-  to.minus_sum[2 * group + 1] = -sb;
+  to.minus_sum[group] = -(sa + sb);
+  to.minus_half[2 * group] = -sa;
+  to.minus_half[2 * group + 1] = -sb;
 }
 
 INFER_INLINE void put_group(F32 a, F32 b, const Rows& to, int row, int group) {
@@ -272,7 +309,7 @@ INFER_INLINE void put_group(F32 a, F32 b, const Rows& to, int row, int group) {
     store(copy + kLanes, b);
   }
   if (to.q != nullptr) {
-    quantize_group(a, b, to, static_cast<int64_t>(row) * (to.in / kGroup) + group);
+    quantize_group(a, b, to, to.at(row, group));
   }
 }
 
@@ -321,6 +358,6 @@ void gate(float* gates, const float* up, Activation act, int n) {
   }
 }
 
-inline constexpr Kernels kKernels{prepare, prepare_group, panel, finish, gate};
+inline constexpr Kernels kKernels{prepare, prepare_group, panels, finish, gate};
 
 }  // namespace infer::INFER_ISA
