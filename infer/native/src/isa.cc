@@ -38,7 +38,7 @@ Isa isa_of_cpu() {
         __builtin_cpu_supports("avx512vnni"))) {
     return Isa::kAvx2;
   }
-  return Isa::kAvx512Vnni;  // kAmx waits for its kernels
+  return Isa::kAvx512Vnni;
 }
 
 Choice choose() {
@@ -53,7 +53,7 @@ Choice choose() {
     }
     return choice;
   }
-  for (Isa isa : {Isa::kAvx2, Isa::kAvx512Vnni, Isa::kAmx}) {
+  for (Isa isa : {Isa::kAvx2, Isa::kAvx512Vnni}) {
     if (std::strcmp(asked, isa_name(isa)) != 0) continue;
     if (isa <= cpu) {
       choice.isa = isa;
@@ -65,7 +65,7 @@ Choice choose() {
     return choice;
   }
   std::snprintf(choice.error, sizeof choice.error,
-                "INFER_NATIVE_ISA is '%.40s'; it can be avx2, avx512 or amx", asked);
+                "INFER_NATIVE_ISA is '%.40s'; it can be avx2 or avx512", asked);
   return choice;
 }
 
@@ -86,8 +86,6 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::kAvx512Vnni:
       return "avx512";
-    case Isa::kAmx:
-      return "amx";
     case Isa::kNone:
       break;
   }

@@ -4,9 +4,9 @@
 namespace infer {
 
 // Ordered: a CPU that has one has all before it.
-enum class Isa { kNone = 0, kAvx2 = 1, kAvx512Vnni = 2, kAmx = 3 };
+enum class Isa { kNone = 0, kAvx2 = 1, kAvx512Vnni = 2 };
 
-// The best set of this CPU, or the one that INFER_NATIVE_ISA (avx2, avx512, amx) asks for.  kNone
+// The best set of this CPU, or the one that INFER_NATIVE_ISA (avx2, avx512) asks for.  kNone
 // if the CPU has none, or not the one asked for: then isa_error() says why.
 Isa best_isa();
 
