@@ -15,12 +15,11 @@ from infer.native.formats import FORMATS
 _GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin")
 
 
-def runs_here(params_by_type: Mapping[str, int], is_folder: bool) -> dict[str, Any]:
+def runs_here(params_by_type: Mapping[str, int]) -> dict[str, Any]:
     """Return what `infer generate` would run for a model here.
 
     Args:
         params_by_type: numbers in the model, by the type that the file has them in.
-        is_folder: whether the model is a folder, which is loaded as floats.
 
     Returns:
         backend: "cpu" or "gpu".
@@ -37,8 +36,7 @@ def runs_here(params_by_type: Mapping[str, int], is_folder: bool) -> dict[str, A
     elif not (reason := native.why_not()):
         # One in a hundred: norms and biases are F32 in every file.
         few = sum(params_by_type.values()) / 100
-        mine = () if is_folder else {x for x in FORMATS if x.startswith("Q")}
-        rest = sorted(t for t, n in params_by_type.items() if n > few and t not in mine)
+        rest = sorted(t for t, n in params_by_type.items() if n > few and t not in FORMATS)
         return {
             "backend": "cpu",
             "implementation": "native",

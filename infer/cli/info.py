@@ -37,7 +37,7 @@ def info(
     found, files = summary_of(path)
     report = report_of(model, files, found, context)
     params = {name: total.params for name, total in found.types.items()}
-    report["runs_here"] = implementation.runs_here(params, path.is_dir())
+    report["runs_here"] = implementation.runs_here(params)
     if chip is not None:
         report["chip"] = chip_report(found, hardware.get_chip(chip), report["context"])
     print(json.dumps(report) if as_json else text_of(report))

@@ -76,7 +76,13 @@ _choices: dict[Any, dict[str, str]] = {}
 
 
 def _program_key(params: Params, caps: Caps) -> Any:
-    return params.config, str(params.dtype), caps
+    return jax.tree.structure(params), str(params.dtype), caps
+
+
+def _in_a_word(ran: dict[str, str]) -> str:
+    """Return what ran but for plain XLA; "native+xla" where the products were XLA's."""
+    name = next((name for name in ran.values() if name != "xla"), "xla")
+    return "native+xla" if name == "native" and ran.get("linear") != "native" else name
 
 
 _jit = functools.partial(jax.jit, static_argnames="caps", donate_argnames="state")
@@ -311,7 +317,7 @@ class Job:
         ran = _choices.get(_program_key(self.params, self.caps), {})
         stats = {
             "backend": self.backend,
-            "implementation": next((name for name in ran.values() if name != "xla"), "xla"),
+            "implementation": _in_a_word(ran),
             "implementations": ran,
             "compile_s": self.compile_s,
             "ttft_s": self.ttft_s,

@@ -52,6 +52,8 @@ def linear_f32(
         return _native(rows, (weight,), (bias,), None, None, implementation)[0].reshape(
             *x.shape[:-1], -1
         )
+    choice.check_implementation(implementation)
+    choice.record(choice.Choice("linear", "xla", "the weights are not packed for another"))
     w = dequantize(weight, x.dtype) if isinstance(weight, QArray) else weight.astype(x.dtype)
     # HIGHEST: a float32 model asks for float32 products, not the GPU's TF32; other dtypes ignore
     # it.

@@ -46,7 +46,7 @@ class Library:
 
 @pytest.mark.usefixtures("there")
 def test_native_with_the_products_that_have_no_kernel():
-    report = implementation.runs_here(PARAMS, is_folder=False)
+    report = implementation.runs_here(PARAMS)
     assert report == {
         "backend": "cpu",
         "implementation": "native",
@@ -61,9 +61,9 @@ def test_native_with_the_products_that_have_no_kernel():
 
 
 @pytest.mark.usefixtures("there")
-def test_a_folder_has_its_products_in_xla():
-    report = implementation.runs_here({"BF16": 10}, is_folder=True)
-    assert (report["implementation"], report["xla_products"]) == ("native", ["BF16"])
+def test_a_type_that_native_products_do_not_read():
+    report = implementation.runs_here({"BF16": 10, "F64": 10})
+    assert (report["implementation"], report["xla_products"]) == ("native", ["F64"])
 
 
 @pytest.mark.usefixtures("missing")
@@ -81,13 +81,13 @@ def test_why_not_native(gguf: Any, capsys: pytest.CaptureFixture[str]):  # noqa:
 @pytest.mark.usefixtures("there")
 def test_switched_off(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("INFER_NATIVE", "0")
-    report = implementation.runs_here(PARAMS, is_folder=False)
+    report = implementation.runs_here(PARAMS)
     assert (report["implementation"], report["reason"]) == ("xla", "INFER_NATIVE is 0")
 
 
 def test_a_gpu_chooses_for_itself(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(implementation, "_backend", lambda: "gpu")
-    report = implementation.runs_here(PARAMS, is_folder=False)
+    report = implementation.runs_here(PARAMS)
     assert (report["backend"], report["implementation"]) == ("gpu", None)
     assert implementation.text_of(report) == "on the GPU, each operation's best implementation"
 
@@ -97,7 +97,7 @@ def test_info_needs_no_jax(tmp_path: Path):
 import sys
 from infer.cli import implementation
 implementation._GPU_PLUGINS = ()
-print(implementation.runs_here({"Q4_1": 1}, False)["backend"], "jax" in sys.modules)
+print(implementation.runs_here({"Q4_1": 1})["backend"], "jax" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "cpu False\n", done.stderr

@@ -419,4 +419,4 @@ def test_streamed_text_equals_the_text_of_one_call(sampling: SamplingParams) -> 
     assert whole.text[0] == tokenizer.decode(ids[:-1] if whole.finish_reason == ["stop"] else ids)
     assert whole.stats["num_prompt_tokens"] == [11]
     assert whole.stats["backend"] == "cpu"
-    assert whole.stats["implementation"] == ("native" if native.by_default() else "xla")
+    assert whole.stats["implementation"] == ("native+xla" if native.by_default() else "xla")
