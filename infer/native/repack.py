@@ -68,6 +68,8 @@ def repack(
         raise NotImplementedError(
             f"no native kernel for weights in {name}; there are {', '.join(FORMATS)}"
         )
+    if isinstance(weight, QArray):
+        _check_blocks(weight, rows)
     if width % 32:
         raise NotImplementedError(
             f"the native kernels take a width that is a multiple of 32, not {width}"
@@ -92,6 +94,18 @@ def repack(
         if done is not None:
             done(piece)
     return Packed(_on_cpu(data), format=name, shape=(out, width))
+
+
+def _check_blocks(weight: QArray, rows: np.ndarray) -> None:
+    """Refuse data of another size than the shape says: it would be read past its end."""
+    out, width = weight.shape
+    group = weight.format.group
+    want = (out, width // group * weight.format.block_bytes)
+    if width % group or rows.dtype != np.uint8 or rows.shape != want:
+        raise ValueError(
+            f"a {weight.format.name} weight [{out}, {width}] has data {rows.dtype}"
+            f"{list(rows.shape)}; its blocks of {group} are uint8 {list(want)}"
+        )
 
 
 # Weights lie side by side in chunks of huge pages: with pages of 4 KB a core was measured to read

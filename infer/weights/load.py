@@ -89,7 +89,7 @@ def floats_in_panels(slot: Slot, itemsize: int, dtype: jnp.dtype) -> bool:
     is in the file: a matrix, of no more bytes than `dtype` would take.
     """
     matrix = len(slot.shape) == 2 and slot.field != "positions" and slot.shape[1] % 32 == 0
-    return matrix and itemsize <= dtype.itemsize
+    return matrix and itemsize <= min(dtype.itemsize, 4)
 
 
 def _check_memory(file: GGUFFile, slots: Params, dtype: jnp.dtype, packed: bool | str) -> None:

@@ -108,3 +108,15 @@ def test_a_mapped_weight_is_never_in_memory_twice(tmp_path: Path) -> None:
     )
     # The weight itself, a piece of the file, and the rest of a huge page.
     assert 1 <= float(done.stdout) < 1.2, done.stderr
+
+
+def test_data_that_does_not_match_its_shape_is_refused() -> None:
+    q4_k = BLOCKS["Q4_K"]
+    for data, shape in [
+        (np.zeros((16, 144), np.uint8), (16, 1 << 22)),
+        (np.zeros((16, 288), np.uint8), (64, 512)),
+        (np.zeros((16, 288), np.int8), (16, 512)),
+        (np.zeros((16, 0), np.uint8), (16, 32)),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=r"Q4_K weight|data"):
+            repack(QArray(data=data, format=q4_k, shape=shape))
