@@ -43,7 +43,7 @@ def why_not() -> str:
 
 
 def isa() -> str:
-    """Return the instruction set in use: "avx2", "avx512", or "none".
+    """Return the instruction set in use: "avx2", "avx512", "amx", or "none".
 
     INFER_NATIVE_ISA, read once, chooses a lesser one.
     """

@@ -7,7 +7,7 @@
 activations are rounded.  Weights that are floats take the activations unrounded.
 
 The sums in a group are exact integers and the groups are added in order: a row's result has the
-same bits alone and in any batch, on any number of threads, with AVX2 and with AVX512.
+same bits alone and in any batch, on any number of threads, with AVX2, AVX512 and AMX.
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ from tests.native.weights import FORMATS, random_rows, random_weight
 
 def results() -> dict[str, list[np.ndarray]]:
     """Return the results by operation and format."""
-    x = jnp.asarray(random_rows(11, 256))
+    x = jnp.asarray(random_rows(43, 256))
     gain = jnp.asarray(random_rows(1, 256, seed=2)[0])
     results = {}
     for name in FORMATS:

@@ -24,7 +24,7 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_what_is_loaded() -> None:
     assert native.available() and native.why_not() == ""
-    assert native.isa() in ("avx2", "avx512")
+    assert native.isa() in ("avx2", "avx512", "amx")
     assert native.num_threads() >= 1
 
 
@@ -43,7 +43,7 @@ except NotImplementedError as error:
     [
         ({"INFER_NATIVE_LIBRARY": "/nowhere/native.so"}, "is not built; run python -m"),
         ({"INFER_NATIVE_LIBRARY": __file__}, "cannot be loaded"),
-        ({"INFER_NATIVE_ISA": "sse"}, "INFER_NATIVE_ISA is 'sse'; it can be avx2"),
+        ({"INFER_NATIVE_ISA": "sse"}, "INFER_NATIVE_ISA is 'sse'; it can be avx2, avx512 or amx"),
     ],
 )
 def test_why_it_is_not_available(env: dict[str, str], reason: str) -> None:

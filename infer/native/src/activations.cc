@@ -118,6 +118,7 @@ void do_products(const Product* products, int count, const Rows& x, int rows) {
   parallel_for(
       blocks * pairs,
       [&](int begin, int end) {
+        const TilesFor tiles(k, rows);
         for (int item = begin; item < end; ++item) {
           const int row = item / pairs * kRowBlock;
           const Product* p = products;
@@ -175,7 +176,8 @@ ffi::Error check_f32(const char* name, const ffi::AnyBuffer& buffer,
 }
 
 const Kernels& kernels() {
-  return best_isa() >= Isa::kAvx512Vnni ? kernels_avx512() : kernels_avx2();
+  if (best_isa() == Isa::kAmx) return kernels_amx();
+  return best_isa() == Isa::kAvx512Vnni ? kernels_avx512() : kernels_avx2();
 }
 
 }  // namespace infer

@@ -73,6 +73,7 @@ ffi::Error gated_mlp(ffi::AnyBuffer x, ffi::AnyBuffer gate_data, ffi::AnyBuffer 
   parallel_for(
       blocks * groups,
       [&](int begin, int end) {
+        const TilesFor tiles(k, rows);
         for (int item = begin; item < end; ++item) {
           const int row = item / groups * kRowBlock;
           do_hidden(k, gate, up, act, prepared, row, std::min(kRowBlock, rows - row),

@@ -18,6 +18,7 @@ namespace infer {
 
 constexpr int kPanel = 16;     // output rows side by side in a packed weight
 constexpr int kGroup = 32;     // activations with one scale
+constexpr int kTileRows = 16;  // activation rows of an AMX tile
 constexpr int kRowBlock = 64;  // activation rows that pass a panel before the next panel
 
 // The numbers are part of the Python side (repack.py).
@@ -100,6 +101,29 @@ struct Kernels {
 
   // gate [n] := act(gate) * up, n a multiple of 16.
   void (*gate)(float* gate, const float* up, Activation act, int n);
+
+  // Of this thread's tiles, before and after calls of `panels` with kTileRows rows or more; null
+  // where there are no tiles.
+  void (*configure_tiles)();
+  void (*release_tiles)();
+};
+
+// While it lives, this thread may call k.panels with up to `rows` rows.  Tiles are released after
+// each piece of work: others on the thread, XLA's products among them, have tiles of their own, and
+// used ones make a switch of threads save 8 KB more.
+class TilesFor {
+ public:
+  TilesFor(const Kernels& k, int rows)
+      : release_(rows < kTileRows ? nullptr : k.release_tiles) {
+    if (release_ != nullptr) k.configure_tiles();
+  }
+  ~TilesFor() {
+    if (release_ != nullptr) release_();
+  }
+  TilesFor(const TilesFor&) = delete;
+
+ private:
+  void (*release_)();
 };
 
 // Of best_isa(), which must not be kNone.
@@ -107,5 +131,6 @@ const Kernels& kernels();
 
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
+const Kernels& kernels_amx();
 
 }  // namespace infer

@@ -131,6 +131,10 @@ struct BlockQ6K {
 
 // ---- Products ---------------------------------------------------------------------------------
 
+INFER_INLINE F32 add_halves(I32 low, I32 high, const Group& w) {
+  return fma(to_f32(high), w.c1, mul(to_f32(low), w.c0));
+}
+
 // The sum over one group of one row, as a float: an integer of at most 2^24, so exact.
 template <typename F>
 INFER_INLINE F32 group_sum(const Group& w, const int8_t* q, const int32_t* minus_sum,
@@ -138,10 +142,18 @@ INFER_INLINE F32 group_sum(const Group& w, const int8_t* q, const int32_t* minus
   if constexpr (F::kHalves) {
     const I32 low = dot<F::kBits, F::kZero, 4>(w.codes, q, minus_half[0]);
     const I32 high = dot<F::kBits, F::kZero, 4>(w.codes + 4, q + 16, minus_half[1]);
-    return fma(to_f32(high), w.c1, mul(to_f32(low), w.c0));
+    return add_halves(low, high, w);
   } else {
     return to_f32(dot<F::kBits, F::kZero, 8>(w.codes, q, F::kZero ? *minus_sum : 0));
   }
+}
+
+// One group more of one row, of the sum s.
+template <typename F>
+INFER_INLINE F32 add_scaled(F32 acc, F32 s, const Group& w, const float* d, const float* d_sum) {
+  acc = fma(mul(s, w.scale), set1(*d), acc);
+  if constexpr (F::kHasMin) acc = fma(w.min, set1(*d_sum), acc);
+  return acc;
 }
 
 // P panels times `count` rows.  A group of weights is unpacked once and meets all rows; two panels
@@ -178,8 +190,7 @@ void tile(const uint8_t* const* panels, const Rows& x, int row, int count, float
         }
         for (int j = 0; j < P; ++j) {
           F32 acc = kOneRow ? one[j] : load(y[j] + kPanel * m);
-          acc = fma(mul(s[j], w[j].scale), set1(d[m]), acc);
-          if constexpr (F::kHasMin) acc = fma(w[j].min, set1(d_sum[m]), acc);
+          acc = add_scaled<F>(acc, s[j], w[j], d + m, d_sum + m);
           kOneRow ? void(one[j] = acc) : store(y[j] + kPanel * m, acc);
         }
       }
@@ -358,6 +369,6 @@ void gate(float* gates, const float* up, Activation act, int n) {
   }
 }
 
-inline constexpr Kernels kKernels{prepare, prepare_group, panels, finish, gate};
+inline constexpr Kernels kKernels{prepare, prepare_group, panels, finish, gate, nullptr, nullptr};
 
 }  // namespace infer::INFER_ISA

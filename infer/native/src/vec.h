@@ -106,6 +106,7 @@ INFER_INLINE F32 select_gt(F32 a, F32 b, F32 yes, F32 no) {
 INFER_INLINE U8x64 load_u8x64(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 INFER_INLINE U8x64 bit_and(U8x64 a, U8x64 b) { return {_mm512_and_si512(a.v, b.v)}; }
 INFER_INLINE U8x64 bit_or(U8x64 a, U8x64 b) { return {_mm512_or_si512(a.v, b.v)}; }
+INFER_INLINE U8x64 sub(U8x64 a, U8x64 b) { return {_mm512_sub_epi8(a.v, b.v)}; }
 INFER_INLINE U8x64 set1_u8(uint8_t x) {
   return {_mm512_set1_epi8(static_cast<char>(x))};
 }
