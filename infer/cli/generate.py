@@ -12,6 +12,19 @@ import typer
 from infer.cli.batch import Batch
 from infer.cli.interrupt import interruptible
 from infer.cli.loading import load_model, use_compilation_cache
+from infer.cli.options import (
+    DtypeOption,
+    ImplementationOption,
+    KVDtypeOption,
+    MinPOption,
+    ModelOption,
+    PackedOption,
+    SeedOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    value_of,
+)
 from infer.cli.request import Prompt, read_batch, read_prompts, sampling_fields, sampling_params
 from infer.errors import ConfigError
 from infer.serve.batch_file import is_openai_batch
@@ -19,27 +32,6 @@ from infer.serve.batch_file import is_openai_batch
 # Of the result's figures, those that `--json` prints beside load_s; the last two only if present.
 _STATS = ("compile_s", "ttft_s", "decode_tokens_per_s", "prefill_tokens_per_s", "compiles")
 _OPTIONAL_STATS = ("acceptance_rate", "seed")
-
-ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="A known name, a GGUF file, a folder, or a hub id.")
-]
-TemperatureOption = Annotated[
-    float | None, typer.Option(help="0 is greedy [default: 0; 1 with a sampling option].")
-]
-TopPOption = Annotated[float | None, typer.Option(help="Likeliest tokens of this mass.")]
-TopKOption = Annotated[int | None, typer.Option(help="Likeliest K tokens; 0 or -1: all.")]
-MinPOption = Annotated[float | None, typer.Option(help="Tokens this likely beside the top.")]
-SeedOption = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-DtypeOption = Annotated[
-    str | None, typer.Option(help="float32, bfloat16, ... [default: the backend's best].")
-]
-PackedOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--packed/--no-packed",
-        help="Keep quantised weights packed: least memory [default: where that is fastest].",
-    ),
-]
 
 
 def generate(
@@ -79,14 +71,8 @@ def generate(
     num_slots: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens a cache page.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens a prefill step.")] = None,
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(help="Of the cache: float32, bfloat16, float16 [default: activations']."),
-    ] = None,
-    implementation: Annotated[
-        str | None,
-        typer.Option(help="xla, native, triton or mosaic [default: each operation's best here]."),
-    ] = None,
+    kv_dtype: KVDtypeOption = None,
+    implementation: ImplementationOption = None,
     dtype: DtypeOption = None,
     packed: PackedOption = None,
 ) -> None:
@@ -100,8 +86,8 @@ def generate(
         "num_slots": num_slots,
         "page_size": page_size,
         "prefill_chunk": prefill_chunk,
-        "implementation": implementation,
-        "kv_dtype": kv_dtype,
+        "implementation": value_of(implementation),
+        "kv_dtype": value_of(kv_dtype),
     }
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if batch is not None and is_openai_batch(batch[1]):
@@ -119,7 +105,7 @@ def generate(
             "seed": seed,
         }
         job = Batch(*batch, out=out, model=model, defaults=given, as_json=as_json)
-        job.run(lambda: load_model(model, dtype, packed, implementation), options)
+        job.run(lambda: load_model(model, dtype, packed, value_of(implementation)), options)
         return
     if out is not None:
         raise ConfigError(
@@ -137,7 +123,7 @@ def generate(
         seed=seed,
     )
     sampling = [sampling_params(base, prompt) for prompt in todo]
-    loaded, load_s = load_model(model, dtype, packed, implementation)
+    loaded, load_s = load_model(model, dtype, packed, value_of(implementation))
     given = model_prompts(loaded, [prompt.text for prompt in todo], chat)
     if len(todo) == 1 and not as_json and sys.stdout.isatty():
         pieces = loaded.stream(given[0], sampling=sampling[0], **options)

@@ -31,9 +31,7 @@ def runs_here(params_by_type: Mapping[str, int]) -> dict[str, Any]:
     report = dict.fromkeys(("implementation", "isa", "num_threads", "reason"))
     if (backend := _backend()) != "cpu":
         return {"backend": backend, **report, "xla_products": []}
-    if os.environ.get("INFER_NATIVE") == "0":
-        reason = "INFER_NATIVE is 0"
-    elif not (reason := native.why_not()):
+    if not (reason := native.why_not_by_default()):
         # One in a hundred: norms and biases are F32 in every file.
         few = sum(params_by_type.values()) / 100
         rest = sorted(t for t, n in params_by_type.items() if n > few and t not in FORMATS)

@@ -32,7 +32,17 @@ def by_default() -> bool:
 
     INFER_NATIVE=0 leaves them to those who do.
     """
-    return os.environ.get("INFER_NATIVE") != "0" and available()
+    return not why_not_by_default()
+
+
+def why_not_by_default() -> str:
+    """Return why `by_default` is False, in one line; empty if it is True.  Needs no JAX."""
+    return "INFER_NATIVE is 0" if switched_off() else why_not()
+
+
+def switched_off() -> bool:
+    """Return whether INFER_NATIVE=0 leaves the native operations to those who ask by name."""
+    return os.environ.get("INFER_NATIVE") == "0"
 
 
 def why_not() -> str:
