@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infer import native
+from infer.errors import ConfigError
 from infer.native import build
 
 
@@ -50,6 +51,42 @@ def test_why_it_is_not_available(env: dict[str, str], reason: str) -> None:
     first, second = python(REPORT, **env).stdout.splitlines()
     assert first.startswith("False|none|1|") and reason in first
     assert second.startswith("no native operations: ")
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "-1", "2abc", "1025", " 2", "9" * 5000, "\u0662"])
+def test_threads_that_are_no_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("INFER_NUM_THREADS", text)
+    for ask in (native.available, native.why_not, native.isa, native.num_threads, native.library):
+        native._open.cache_clear()
+        native.library.cache_clear()
+        with pytest.raises(ConfigError, match="it must be a number from 1 to 1024") as caught:
+            ask()
+        assert len(str(caught.value)) < 200
+    monkeypatch.undo()
+    assert native.available()
+
+
+THREADS = """
+import ctypes
+from infer.native import build
+print(ctypes.CDLL(str(build.LIBRARY)).infer_native_num_threads())
+"""
+
+
+@pytest.mark.parametrize(
+    "text,count",
+    [("1", 1), ("3", 3), ("1024", 1024)]
+    + [(text, len(os.sched_getaffinity(0))) for text in ("", "0", "-1", "2abc", "1025", "9" * 99)],
+)
+def test_what_the_library_reads_by_itself(text: str, count: int) -> None:
+    assert python(THREADS, INFER_NUM_THREADS=text).stdout == f"{count}\n"
+
+
+@pytest.mark.parametrize("text", ["no", "false", "2"])
+def test_a_switch_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("INFER_NATIVE", text)
+    with pytest.raises(ConfigError, match=f"INFER_NATIVE is '{text}'; 0 leaves"):
+        native.by_default()
 
 
 def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
