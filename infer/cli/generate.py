@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from infer import native
 from infer.cli.batch import Batch
 from infer.cli.interrupt import interruptible
 from infer.cli.loading import load_model, use_compilation_cache
@@ -129,14 +130,16 @@ def generate(
         pieces = loaded.stream(given[0], sampling=sampling[0], **options)
         text, stats = write_stream(pieces, take=lambda: interruptible(lambda: next(pieces, None)))
         print()
-        print(summary({**stats, "load_s": load_s}, text, loaded), file=sys.stderr)
+        stats = {**stats, "load_s": load_s, "reason": why_plain(options)}
+        print(summary(stats, text, loaded), file=sys.stderr)
         return
     result = interruptible(lambda: loaded.generate(given, sampling=sampling, **options))
     if as_json:
         print(json.dumps(as_object(model, todo, result, load_s, logprobs), allow_nan=False))
         return
     print(as_text(todo, result.text))
-    print(summary({**result.stats, "load_s": load_s}), file=sys.stderr)
+    stats = {**result.stats, "load_s": load_s, "reason": why_plain(options)}
+    print(summary(stats), file=sys.stderr)
 
 
 def model_prompts(loaded: Any, texts: list[str], chat: bool) -> list[Any]:
@@ -246,4 +249,13 @@ def summary(stats: dict[str, Any], text: str = "", model: Any = None) -> str:
     if stats.get("compiles"):
         parts.append(f"compiled in {stats['compile_s']:.2f} s")
     parts += [str(stats[name]) for name in ("backend", "implementation") if stats.get(name)]
+    if stats.get("reason") and stats.get("backend") == "cpu":
+        parts[-1] += f" ({stats['reason']})"
     return ", ".join(parts)
+
+
+def why_plain(options: dict[str, Any]) -> str:
+    """Return why native operations that are there do not run, if only a variable keeps them."""
+    if options.get("implementation") is None and native.switched_off():
+        return native.why_not_by_default()
+    return ""

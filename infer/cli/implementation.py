@@ -3,7 +3,6 @@ who could have the native operations and have not.
 """
 
 import importlib.util
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -63,7 +62,7 @@ def say_what_is_missing() -> None:
     """Write one line to standard error if plain XLA will run on a CPU that could do better."""
     from infer.backend import default_platform
 
-    if os.environ.get("INFER_NATIVE") == "0" or build.unsupported() or default_platform() != "cpu":
+    if native.switched_off() or build.unsupported() or default_platform() != "cpu":
         return
     if reason := native.why_not():
         print(f"infer: plain XLA, without the faster native operations: {reason}", file=sys.stderr)
