@@ -45,10 +45,18 @@ def test_weights_anywhere_in_memory() -> None:
 def test_what_has_no_kernel_is_not_implemented() -> None:
     with pytest.raises(NotImplementedError, match="weights in IQ4_NL"):
         repack(random_weight("IQ4_NL", (4, 32)))
-    with pytest.raises(NotImplementedError, match="multiple of 32, not 48"):
+    with pytest.raises(NotImplementedError, match="multiple of 32, from 32 on, not 48"):
         repack(jnp.zeros((4, 48), jnp.float32))
+    for dtype in FLOATS.values():
+        with pytest.raises(NotImplementedError, match="multiple of 32, from 32 on, not 0"):
+            repack(jnp.zeros((4, 0), dtype))
     with pytest.raises(NotImplementedError, match="int32"):
         repack(jnp.zeros((4, 32), jnp.int32))
+
+
+def test_no_rows_are_no_panels() -> None:
+    packed = repack(jnp.zeros((0, 64), jnp.float32))
+    assert (packed.shape, packed.data.shape[0], packed.nbytes) == ((0, 64), 0, 0)
 
 
 def test_floats_keep_their_dtype() -> None:
