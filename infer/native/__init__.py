@@ -125,6 +125,8 @@ def _open() -> tuple[Any, str]:
             return None, f"{path} is not built, and there is {error}; then {way_out}"
         return None, f"{path} is not built; {way_out}"
     try:
+        if build.is_cut_short(path):
+            return None, f"{path} is cut short; {way_out}"
         library = ctypes.CDLL(path)
         for name in ("isa", "error", "sources"):
             getattr(library, f"infer_native_{name}").restype = ctypes.c_char_p

@@ -53,6 +53,26 @@ def test_why_it_is_not_available(env: dict[str, str], reason: str) -> None:
     assert second.startswith("no native operations: ")
 
 
+def test_a_library_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+    whole = build.LIBRARY.read_bytes()
+    assert not build.is_cut_short(build.LIBRARY)
+    cut = tmp_path / "native.so"
+    for size in (len(whole) - 1, len(whole) // 2, 4096, 64):
+        cut.write_bytes(whole[:size])
+        assert build.is_cut_short(cut) and not build.is_fresh(cut), size
+    for size in (0, 4, 63):  # no ELF file to speak of: the loader says so
+        cut.write_bytes(whole[:size])
+        assert not build.is_cut_short(cut) and not build.is_fresh(cut), size
+        first, _ = python(REPORT, INFER_NATIVE_LIBRARY=str(cut)).stdout.splitlines()
+        assert first.startswith("False|none|1|") and "cannot be loaded" in first
+    cut.write_bytes(whole[: len(whole) * 3 // 4])
+    done = python(REPORT, INFER_NATIVE_LIBRARY=str(cut))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"False|none|1|{cut} is cut short; run python -m infer.native")
+    cut.write_bytes(whole[:32] + b"\xff" * 32 + whole[64:])  # headers that lie
+    assert build.is_cut_short(cut)
+
+
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "2abc", "1025", " 2", "9" * 5000, "\u0662"])
 def test_threads_that_are_no_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("INFER_NUM_THREADS", text)
