@@ -69,9 +69,13 @@ def generate(
         bool, typer.Option("--chat", help="Each prompt is a user's message: use the chat template.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    num_slots: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None,
-    page_size: Annotated[int | None, typer.Option(help="Tokens a cache page.")] = None,
-    prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens a prefill step.")] = None,
+    num_slots: Annotated[
+        int | None, typer.Option(min=1, help="Sequences that run at once.")
+    ] = None,
+    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens a cache page.")] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens a prefill step.")
+    ] = None,
     kv_dtype: KVDtypeOption = None,
     implementation: ImplementationOption = None,
     dtype: DtypeOption = None,

@@ -198,6 +198,14 @@ def test_names_that_are_none_are_refused_before_loading(
             assert type(model.calls[-1][2][field]) is str
 
 
+@pytest.mark.parametrize("option", ["--num-slots", "--page-size", "--prefill-chunk"])
+def test_sizes_of_nothing_are_refused_before_loading(
+    model: Any, option: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["generate", "hi", "--model", "m", option, "0"]) == 2
+    assert (model.loads, f"Invalid value for '{option}'" in capsys.readouterr().err) == ([], True)
+
+
 def test_help_names_all_implementations(capsys: pytest.CaptureFixture[str]):
     assert main(["generate", "--help"]) == 0
     text = "".join(capsys.readouterr().out.split())
