@@ -42,7 +42,7 @@ _MOST_ANSWER = 64 << 20
 _GRACE_S = 10.0
 
 
-class PeerError(RuntimeError):
+class PeerError(ChildProcessError):
     """A peer cannot be started, is silent, or has answered with an error or with nonsense."""
 
 
@@ -112,11 +112,11 @@ class Peer:
             options = {} if dtype is None else {"dtype": dtype}
             answer = peer.ask("load", path=str(path), threads=threads, **options)
             peer.start_s = time.perf_counter() - begin
-            peer.load_s = peer.seconds_in(answer, "load_s")
-            peer.info, peer.version = (peer.text_in(answer, name) for name in ("info", "version"))
+            peer.load_s = peer._seconds("load", answer, "load_s")
+            peer.info, peer.version = (peer._text(answer, name) for name in ("info", "version"))
             details = answer.get("details", {})
             if not isinstance(details, dict):
-                raise peer.nonsense("load", f"'details' is {details!r:.80}, not an object")
+                raise peer._nonsense("load", f"'details' is {details!r:.80}, not an object")
             peer.details = details
         except BaseException:
             peer.kill()
@@ -143,7 +143,7 @@ class Peer:
         if is_late():
             raise PeerError(
                 f"{self.label} has not answered {op!r} within {self.timeout_s:g} s and was ended; "
-                "give it longer (--peer-timeout), or a smaller case"
+                "give it longer (infer bench --peer-timeout), or a smaller case"
             )
         if not line:
             raise PeerError(
@@ -153,11 +153,12 @@ class Peer:
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError):
-            raise self.nonsense(op, f"it says {line[:80]!r}") from None
+            raise self._nonsense(op, f"it says {line[:80]!r}") from None
         if not isinstance(answer, dict) or not isinstance(answer.get("ok"), bool):
-            raise self.nonsense(op, f"it says {line[:80]!r}")
+            raise self._nonsense(op, f"it says {line[:80]!r}")
         if not answer.pop("ok"):
-            raise PeerError(f"{self.label}: {answer.get('error', 'an error without a word')}")
+            error = str(answer.get("error", "an error without a word"))
+            raise PeerError(f"{self.label}: {error[:500]}")
         return answer
 
     def generate(
@@ -177,38 +178,35 @@ class Peer:
             and all(isinstance(row, list) and len(row) == new_tokens for row in tokens)
             and all(type(token) is int for row in tokens for token in row)
         ):
-            raise self.nonsense(
+            raise self._nonsense(
                 "generate", f"'tokens' are not {len(prompts)} rows of {new_tokens} ids"
             )
         return {
-            "ttft_s": self.seconds_in(answer, "ttft_s", above_0=True),
-            "decode_s": self.seconds_in(answer, "decode_s", above_0=new_tokens > 1),
+            "ttft_s": self._seconds("generate", answer, "ttft_s", above_0=True),
+            "decode_s": self._seconds("generate", answer, "decode_s", above_0=new_tokens > 1),
             "tokens": tokens,
         }
 
-    def nonsense(self, op: str, what: str) -> PeerError:
-        """Return the error that an answer is none."""
+    def _nonsense(self, op: str, what: str) -> PeerError:
         return PeerError(
             f"{self.label} has answered {op!r} with what is no answer: {what}; its script must "
             f"speak the protocol of {_SCRIPTS / 'peer_protocol.py'}"
         )
 
-    def seconds_in(self, answer: dict[str, Any], name: str, above_0: bool = False) -> float:
-        """Return the seconds that an answer has under `name`."""
+    def _seconds(self, op: str, answer: dict[str, Any], name: str, above_0: bool = False) -> float:
         value = answer.get(name)
         seconds = math.nan
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             with contextlib.suppress(OverflowError):
                 seconds = float(value)
         if not 0 <= seconds < math.inf or (above_0 and seconds == 0):
-            raise self.nonsense("a request", f"{name!r} is {value!r:.80}, not a number of seconds")
+            raise self._nonsense(op, f"{name!r} is {value!r:.80}, not a number of seconds")
         return seconds
 
-    def text_in(self, answer: dict[str, Any], name: str) -> str:
-        """Return the string that an answer has under `name`."""
+    def _text(self, answer: dict[str, Any], name: str) -> str:
         value = answer.get(name)
         if not isinstance(value, str):
-            raise self.nonsense("load", f"{name!r} is {value!r:.80}, not a string")
+            raise self._nonsense("load", f"{name!r} is {value!r:.80}, not a string")
         return value
 
     @contextlib.contextmanager

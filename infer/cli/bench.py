@@ -48,7 +48,7 @@ def bench(
         Path, typer.Option(help="The peers' environment (scripts/peers.sh makes it).")
     ] = Path(".venv-peers"),
     peer_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that one answer of a peer may take.")
+        float, typer.Option(help="Seconds that one answer of a peer may take, 1 to 86400.")
     ] = 900,
     kv_dtype: KVDtypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -60,6 +60,8 @@ def bench(
     over the bandwidth at which all threads read 512 MB of memory.  --kv-dtype is that of our cache;
     the result states each engine's.  What goes on is told on standard error.
     """
+    if not 1 <= peer_timeout <= 86400:
+        raise ValueError(f"--peer-timeout is {peer_timeout:g}; give seconds from 1 to 86400")
     kinds = peer_names(against)
     cases = cases_of(what, batch, prompt_tokens, new_tokens)
     use_compilation_cache()

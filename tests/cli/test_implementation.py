@@ -209,7 +209,7 @@ def test_sizes_of_nothing_are_refused_before_loading(
 def test_help_names_all_implementations(capsys: pytest.CaptureFixture[str]):
     assert main(["generate", "--help"]) == 0
     text = "".join(capsys.readouterr().out.split())
-    assert f"[{'|'.join(choice.IMPLEMENTATIONS)}]" in text
+    assert "|".join(choice.IMPLEMENTATIONS) in text
 
 
 def test_a_switch_that_keeps_native_operations_out_is_named(
