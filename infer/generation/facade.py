@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from infer.backend import DeviceLike, device_of, find_device, on_device, place
 from infer.errors import ConfigError, RequestError
