@@ -76,14 +76,25 @@ def test_a_library_that_is_cut_short_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "2abc", "1025", " 2", "9" * 5000, "\u0662"])
 def test_threads_that_are_no_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("INFER_NUM_THREADS", text)
-    for ask in (native.available, native.why_not, native.isa, native.num_threads, native.library):
-        native._open.cache_clear()
-        native.library.cache_clear()
-        with pytest.raises(ConfigError, match="it must be a number from 1 to 1024") as caught:
-            ask()
-        assert len(str(caught.value)) < 200
-    monkeypatch.undo()
-    assert native.available()
+    with pytest.raises(ConfigError, match="it must be a number from 1 to 1024") as caught:
+        native._check_num_threads()
+    assert len(str(caught.value)) < 200
+
+
+EVERYONE = """
+from infer import native
+for ask in (native.available, native.why_not, native.isa, native.num_threads, native.library):
+    try:
+        ask()
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_whoever_asks_is_told_that_threads_are_no_number() -> None:
+    lines = python(EVERYONE, INFER_NUM_THREADS="2abc").stdout.splitlines()
+    assert len(lines) == 5 and len(set(lines)) == 1
+    assert lines[0].startswith("INFER_NUM_THREADS is '2abc'; it must be a number from 1 to 1024")
 
 
 THREADS = """
