@@ -106,7 +106,7 @@ def run_rounds(
                 timing = engines[label](prompts, case.new_tokens)
                 seconds = time.perf_counter() - start
                 which = f"round {turn} of {rounds}" if turn >= _WARM_UP else "warm-up"
-                say(f"{which}, {name_of(case)}, {label}: {seconds:.1f} s")
+                say(f"{which}, {name_of(case)}, {label}: {seconds:.2f} s")
                 if turn >= _WARM_UP:
                     timings[name_of(case)][label].append(timing)
     return timings
