@@ -13,6 +13,7 @@ from typing import Any
 OPERATIONS = (
     "infer_dense_attention",
     "infer_embed",
+    "infer_expert_mlp",
     "infer_gated_mlp",
     "infer_linear",
     "infer_logsumexp",
