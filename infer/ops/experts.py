@@ -93,6 +93,8 @@ def _xla(
     activation: str,
     residual: Array | None,
 ) -> Array:
+    if not expert_ids.size:
+        return jnp.zeros_like(x)
     num_experts = weights[0].shape[0]
     exists = (expert_ids >= 0) & (expert_ids <= num_experts)
     known = jnp.all(exists, axis=-1, keepdims=True)

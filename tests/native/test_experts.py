@@ -149,7 +149,8 @@ def test_all_tokens_are_padding() -> None:
 
 def test_a_nan_stays_in_its_token() -> None:
     _, packed = some("Q4_0", width=64, hidden=64)
-    x, (ids, weights) = random_rows(10, 64), choices(10, 5, 2)
+    x = random_rows(10, 64)
+    ids, weights = map(jnp.asarray, choices(10, 5, 2))
     call = jax.jit(lambda x: expert_mlp(x, ids, weights, *packed, "silu"))
     clean = np.asarray(call(jnp.asarray(x)))
     x[3, 7] = np.nan
