@@ -36,7 +36,7 @@ from infer.ops.router import route  # noqa: E402
 from infer.quant.qarray import QArray, dequantize  # noqa: E402
 from tests.native.weights import random_experts  # noqa: E402
 
-RESULTS = _ROOT / "benchmarks" / "results" / "experts.json"
+RESULTS = _ROOT / "benchmarks" / "results" / "experts-cpu-2026-11-30.json"
 
 
 class Shape(NamedTuple):
