@@ -25,7 +25,7 @@ from infer.ops.activation import activate
 from infer.ops.linear import only_native
 from infer.quant.qarray import QArray, dequantize
 
-# Rows of a block: of more, one expert's few rows would be mostly padding.
+# Rows of a block: with more, a last block would be mostly padding.
 _MOST_ROWS = 128
 
 
