@@ -26,9 +26,9 @@ def needle(
 ) -> list[Continuation]:
     """Return prompts of about `context` tokens with one fact in them, and a question for it.
 
-    The fact, "The secret number of CITY is NUMBER.", stands between two lines of the filler, as near
-    as lines allow to its depth.  Source: Kamradt 2023, needle in a haystack; here with a number of
-    five digits that no filler has, judged by exact match.
+    The fact, "The secret number of CITY is NUMBER.", stands between two lines of the filler, as
+    near as lines allow to its depth.  Source: Kamradt 2023, needle in a haystack; here
+    with a random number of five digits, judged by exact match.
 
     Args:
         filler: lines of text, more than the context has room for.
@@ -74,8 +74,8 @@ def _stretch(sizes: list[int], room: int, drawn: random.Random, context: int) ->
         raise RequestError(f"a needle's context of {context} tokens has no room; give 128 or more")
     if sum(sizes) < room:
         raise RequestError(
-            f"the filler has {sum(sizes)} tokens, and a needle's context of {context} wants {room}; "
-            "give a longer text or a smaller context"
+            f"the filler has {sum(sizes)} tokens, and a needle's context of {context} wants {room};"
+            " give a longer text or a smaller context"
         )
     # The last line from which there is enough to the end.
     tail, last = 0, len(sizes)

@@ -5,6 +5,7 @@ log-likelihood after its question.  Two models answer the same items, so their a
 McNemar's exact test counts only the items that one of them gets right.
 """
 
+import dataclasses
 import enum
 import json
 import re
@@ -212,23 +213,26 @@ def run_task(
         right.append(_answers(model, items, normalize, implementation, report))
     groups = dict.fromkeys(item.group for item in items)
     of_group = lambda group: np.asarray([item.group == group for item in items])
-    result = dict(
+    result = TaskResult(
         task=name,
         models=[_accuracy(x) for x in right],
         groups={g: [_accuracy(x[of_group(g)]) for x in right] for g in groups if g},
         warnings=_too_few(len(items)),
     )
-    if len(models) == 2:
-        only = int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())
-        p = statistics.mcnemar(*only)
-        better = statistics.BETTER if only[1] > only[0] else statistics.WORSE
-        result |= dict(
-            only_first=only[0],
-            only_second=only[1],
-            p_value=p,
-            verdict=better if p < 0.05 else "no difference that these items can show",
-        )
-    return TaskResult(**result)
+    return result if len(models) == 1 else _paired(result, *right)
+
+
+def _paired(result: TaskResult, first: np.ndarray, second: np.ndarray) -> TaskResult:
+    only = int((first & ~second).sum()), int((second & ~first).sum())
+    p = statistics.mcnemar(*only)
+    better = statistics.BETTER if only[1] > only[0] else statistics.WORSE
+    return dataclasses.replace(
+        result,
+        only_first=only[0],
+        only_second=only[1],
+        p_value=p,
+        verdict=better if p < 0.05 else "no difference that these items can show",
+    )
 
 
 def _too_few(count: int) -> list[str]:

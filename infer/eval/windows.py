@@ -134,7 +134,7 @@ def all_windows(
             continue
         if tokenizer is None:
             raise RequestError(
-                f"{name} is a string and there is no tokenizer; pass a Model, or ids in place of text"
+                f"{name} is text and there is no tokenizer; pass a Model, or token ids"
             )
         found.append(cut(name, each, tokenizer, context=context, limit=limit))
     widths = {each.ids.shape[1] for each in found}

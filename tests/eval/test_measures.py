@@ -164,7 +164,7 @@ def test_what_cannot_be_measured_is_refused(model: infer.Model) -> None:
     few = dataclasses.replace(tiny.llama_config(), num_tokens=80)
     smaller = random_params(few, seed=1)
     cases = [
-        (lambda: infer.eval.perplexity(params, "text"), RequestError, "no tokenizer"),
+        (lambda: infer.eval.perplexity(params, "text"), RequestError, "is no tokenizer"),
         (lambda: infer.eval.perplexity(params, {}), RequestError, "no text"),
         (lambda: infer.eval.perplexity(params, np.zeros(3, int)), RequestError, "fewer than one"),
         (lambda: infer.eval.perplexity(params, np.zeros((2, 2), int)), RequestError, "at least 4"),
