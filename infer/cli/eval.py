@@ -104,11 +104,12 @@ def divergence(
     """
     texts = read_texts(text)
     options = _options(context, windows, scored, seed, allow_overlap, implementation)
-    pair = [(model, packed), (other, packed if packed2 is None else packed2)]
-    loaded = _load(pair, dtype, implementation)
+    named = [(model, packed), (other, packed if packed2 is None else packed2)]
+    loaded = _load(named, dtype, implementation)
+    pair = loaded[0], loaded[1]
     from infer import eval as measures
 
-    found = _run(lambda progress: measures.divergence(*loaded, texts, **options, progress=progress))
+    found = _run(lambda progress: measures.divergence(*pair, texts, **options, progress=progress))
     report = {"measure": "divergence", "base": model, "model": other, **found.to_json()}
     code = _controlled(report, loaded, texts, options) if control else 0
     _print(report, as_json, divergence_lines)
@@ -144,10 +145,10 @@ def compare(
     loaded = _load(named, dtype, implementation)
     from infer import eval as measures
 
-    reference = loaded[2] if base is not None else None
+    pair, reference = (loaded[0], loaded[1]), loaded[2] if base is not None else None
     found = _run(
         lambda progress: measures.compare(
-            *loaded[:2], texts, base=reference, **options, progress=progress
+            *pair, texts, base=reference, **options, progress=progress
         )
     )
     report = {"measure": "compare", "a": model, "b": other, "base": base, **found.to_json()}

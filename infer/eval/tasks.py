@@ -236,7 +236,7 @@ def _paired(result: TaskResult, first: np.ndarray, second: np.ndarray) -> TaskRe
 
 
 def _too_few(count: int) -> list[str]:
-    # An exact test of n unlike answers cannot reach p < 0.05 below n = 6.
+    # Two standard errors where half of them are right.
     if count >= 100:
         return []
     return [
