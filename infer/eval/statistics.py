@@ -46,24 +46,31 @@ def bootstrap_mean(
         seed: of the draws; equal seeds give equal intervals.
         resamples: how many.
 
+    Returns:
+        The mean with its interval, which is all numbers where a value is not finite.
+
     Raises:
         ValueError: there is no window.
     """
     sizes = [len(group) for group in groups]
     if not sizes or not all(sizes):
         raise ValueError(f"the groups have {sizes} windows; each needs at least one")
+    values = [np.asarray(group, np.float64) for group in groups]
+    if not all(np.isfinite(group).all() for group in values):
+        with np.errstate(invalid="ignore"):
+            return Interval(float(np.concatenate(values).mean()), -math.inf, math.inf)
     total, count = np.zeros(resamples), sum(sizes)
+    # From a first value on: equal windows give exactly their value, not a rounded sum.
+    offset = float(values[0][0])
     rng = np.random.default_rng(seed)
-    for group in groups:
-        # From the first value on: equal windows give exactly their value, not a rounded sum.
-        rest = np.asarray(group, np.float64) - float(group[0])
+    for group in values:
+        rest = group - offset
         step = max(1, _HELD // len(rest))
         for first in range(0, resamples, step):
             last = min(first + step, resamples)
             picked = rng.integers(0, len(rest), (last - first, len(rest)))
             total[first:last] += rest[picked].sum(1)
-    offset = sum(len(g) * float(g[0]) for g in groups) / count
-    value = offset + sum(float(np.sum(np.asarray(g, np.float64) - g[0])) for g in groups) / count
+    value = offset + sum(float(np.sum(group - offset)) for group in values) / count
     low, high = np.quantile(offset + total / count, (0.025, 0.975))
     return Interval(value, float(low), float(high))
 
@@ -86,7 +93,10 @@ def perplexity_ratio(
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True)
