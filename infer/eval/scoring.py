@@ -89,7 +89,7 @@ def score_windows(
 
 def log_likelihoods(
     params: Params, rows: Sequence[Sequence[int]], implementation: str | None = None
-) -> list[Float[np.ndarray, " T1"]]:
+) -> list[Float[np.ndarray, " _T1"]]:
     """Return log p(token t+1 | tokens 0..t) of each row, for rows of different lengths."""
     found: list[np.ndarray] = []
     for ids in rows:

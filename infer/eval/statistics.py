@@ -33,7 +33,7 @@ class Interval:
 
 
 def bootstrap_mean(
-    groups: Sequence[Float[np.ndarray, " W"]], *, seed: int, resamples: int = RESAMPLES
+    groups: Sequence[Float[np.ndarray, " _W"]], *, seed: int, resamples: int = RESAMPLES
 ) -> Interval:
     """Return the mean over all windows of all groups, with its 95% percentile interval.
 
@@ -75,14 +75,14 @@ def bootstrap_mean(
     return Interval(value, float(low), float(high))
 
 
-def perplexity(nll: Sequence[Float[np.ndarray, "W S"]], *, seed: int) -> Interval:
+def perplexity(nll: Sequence[Float[np.ndarray, "_W S"]], *, seed: int) -> Interval:
     """Return exp(mean negative log-likelihood) of all scored tokens, by window."""
     return bootstrap_mean([x.mean(1) for x in nll], seed=seed).map(_exp)
 
 
 def perplexity_ratio(
-    base: Sequence[Float[np.ndarray, "W S"]],
-    other: Sequence[Float[np.ndarray, "W S"]],
+    base: Sequence[Float[np.ndarray, "_W S"]],
+    other: Sequence[Float[np.ndarray, "_W S"]],
     *,
     seed: int,
 ) -> Interval:
@@ -109,7 +109,7 @@ class Spread:
     max: float
 
 
-def spread(values: Sequence[Float[np.ndarray, "W S"]], *, seed: int) -> Spread:
+def spread(values: Sequence[Float[np.ndarray, "_W S"]], *, seed: int) -> Spread:
     """Return how a value per token is distributed; its mean's interval is by window."""
     flat = np.concatenate([x.ravel() for x in values]).astype(np.float64)
     return Spread(
