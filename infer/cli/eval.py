@@ -54,6 +54,11 @@ PackedOption = Annotated[
 Packed2Option = Annotated[
     bool | None, typer.Option("--packed2/--no-packed2", help="Of M2 [default: as --packed].")
 ]
+KvOption = Annotated[
+    str | None,
+    typer.Option(help="Of the cache: float32, bfloat16, float16 [default: activations']."),
+]
+Kv2Option = Annotated[str | None, typer.Option(help="Of M2's cache [default: as --kv-dtype].")]
 ImplementationOption = Annotated[str | None, typer.Option(help="As in `infer generate`.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -69,12 +74,14 @@ def perplexity(
     allow_overlap: OverlapOption = False,
     dtype: DtypeOption = None,
     packed: PackedOption = None,
+    kv_dtype: KvOption = None,
     implementation: ImplementationOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the perplexity of texts under a model, with 95% intervals."""
     texts = read_texts(text)
     options = _options(context, windows, scored, seed, allow_overlap, implementation)
+    options["kv_dtype"] = kv_dtype
     (loaded,) = _load([(model, packed)], dtype, implementation)
     from infer import eval as measures
 
@@ -96,6 +103,8 @@ def divergence(
     dtype: DtypeOption = None,
     packed: PackedOption = None,
     packed2: Packed2Option = None,
+    kv_dtype: KvOption = None,
+    kv_dtype2: Kv2Option = None,
     implementation: ImplementationOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -104,6 +113,7 @@ def divergence(
     """
     texts = read_texts(text)
     options = _options(context, windows, scored, seed, allow_overlap, implementation)
+    options["kv_dtype"] = (kv_dtype, kv_dtype2 or kv_dtype)
     named = [(model, packed), (other, packed if packed2 is None else packed2)]
     loaded = _load(named, dtype, implementation)
     pair = loaded[0], loaded[1]
@@ -133,12 +143,17 @@ def compare(
     dtype: DtypeOption = None,
     packed: PackedOption = None,
     packed2: Packed2Option = None,
+    kv_dtype: KvOption = None,
+    kv_dtype2: Kv2Option = None,
     implementation: ImplementationOption = None,
     as_json: JsonOption = False,
 ) -> int:
     """Say whether M2 is better than M on these texts, by a bootstrap paired by window."""
     texts = read_texts(text)
     options = _options(context, windows, scored, seed, allow_overlap, implementation)
+    options["kv_dtype"] = (kv_dtype, kv_dtype2 or kv_dtype)
+    if base is not None:
+        options["kv_dtype"] += (kv_dtype,)
     named = [(model, packed), (other, packed if packed2 is None else packed2)]
     if base is not None:
         named.append((base, packed))
@@ -345,6 +360,7 @@ def _controlled(report: dict[str, Any], loaded: list[Any], texts: Any, options: 
     from infer import eval as measures
 
     different = list({id(model): model for model in loaded}.values())
+    options = options | {"kv_dtype": None}
     found = [measures.control(model, texts, **options) for model in different]
     report["controls"] = [x.to_json() for x in found]
     return 0 if all(x.exact for x in found) else 1

@@ -23,11 +23,13 @@ from infer.eval.results import (
 )
 from infer.eval.scoring import TokenDivergence, TokenScores, check_tokens, score_windows
 from infer.eval.windows import CONTEXT, Scored, Windows, all_windows, too_few
+from infer.generation.prepare import check_kv_dtype
 from infer.model import Model
 from infer.models.params import Params
 from infer.ops.choice import check_implementation
 
 Progress = Callable[[int, int], None]
+KvDtype = str | None | tuple[str | None, ...]
 
 # Windows of each text that a control runs.
 _CONTROL_WINDOWS = 4
@@ -43,6 +45,7 @@ def perplexity(
     seed: int = 0,
     allow_overlap: bool = False,
     implementation: str | None = None,
+    kv_dtype: KvDtype = None,
     progress: Progress | None = None,
 ) -> Perplexity:
     """Return exp(mean -log p) of texts under a model, with 95% intervals.
@@ -59,13 +62,17 @@ def perplexity(
         seed: of the bootstrap.
         allow_overlap: evaluate on text that the model was calibrated with.
         implementation: as in `generate`.
+        kv_dtype: of the cache, as in `generate`; of several models one for all, or a tuple with one
+            for each, in the order of the arguments.
         progress: called with (windows done, windows in all).
 
     Raises:
         ConfigError: the context does not fit the model, or there is no such `scored`.
         RequestError: a text is too short, has ids of another tokenizer, or was calibrated on.
     """
-    run = _Run([model], texts, context, windows, scored, seed, allow_overlap, implementation)
+    dtypes = _kv_dtypes(kv_dtype, 1)
+    common = (texts, context, windows, scored, seed, allow_overlap, implementation)
+    run = _Run([model], dtypes, *common)
     run.measure(progress)
     all_texts = list(zip(run.texts, run.scores, strict=True))
 
@@ -99,6 +106,7 @@ def divergence(
     seed: int = 0,
     allow_overlap: bool = False,
     implementation: str | None = None,
+    kv_dtype: KvDtype = None,
     progress: Progress | None = None,
 ) -> Divergence:
     """Return how far `other` is from `base`: KL(base || other) over the whole vocabulary, agreement
@@ -109,14 +117,16 @@ def divergence(
     Args:
         base: the model that the other one is meant to be, most often before quantisation.
         other: of the same tokenizer.
-        texts, context, windows, scored, seed, allow_overlap, implementation, progress: as in
+        texts, context, windows, scored, seed, allow_overlap, implementation, kv_dtype, progress: as
+            in
             `perplexity`.
 
     Raises:
         ConfigError, RequestError: as in `perplexity`; the tokenizers differ.
     """
-    models = [base, other]
-    run = _Run(models, texts, context, windows, scored, seed, allow_overlap, implementation)
+    dtypes = _kv_dtypes(kv_dtype, 2)
+    common = (texts, context, windows, scored, seed, allow_overlap, implementation)
+    run = _Run([base, other], dtypes, *common)
     run.measure(progress)
 
     def of(name: str, some: Sequence[int]) -> TextDivergence:
@@ -163,6 +173,7 @@ def compare(
     seed: int = 0,
     allow_overlap: bool = False,
     implementation: str | None = None,
+    kv_dtype: KvDtype = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Say whether `b` is better than `a` on these texts: the ratio of their perplexities, paired by
@@ -172,14 +183,19 @@ def compare(
         a, b: models of the same tokenizer.
         base: what both are meant to be, before quantisation; then their divergences from it are
             compared too, which tells smaller differences apart.
-        texts, context, windows, scored, seed, allow_overlap, implementation, progress: as in
+        texts, context, windows, scored, seed, allow_overlap, implementation, kv_dtype, progress: as
+            in
             `perplexity`.
 
     Raises:
         ConfigError, RequestError: as in `divergence`.
     """
     models = [a, b] if base is None else [base, a, b]
-    run = _Run(models, texts, context, windows, scored, seed, allow_overlap, implementation)
+    dtypes = _kv_dtypes(kv_dtype, len(models))
+    if base is not None:
+        dtypes = [dtypes[2], dtypes[0], dtypes[1]]
+    common = (texts, context, windows, scored, seed, allow_overlap, implementation)
+    run = _Run(models, dtypes, *common)
     run.measure(progress)
 
     def of(name: str, some: Sequence[int]) -> TextComparison:
@@ -242,6 +258,7 @@ class _Run:
     """Models on texts: what was asked for, checked; then the figures of every scored token."""
 
     models: Sequence[Model | Params]
+    kv_dtypes: Sequence[str | None]
     given: Any
     context: int
     limit: int | None
@@ -278,7 +295,9 @@ class _Run:
         total, done = sum(len(text.ids) for text in self.texts), 0
         for text in self.texts:
             parts = []
-            for count, *part in score_windows(params, text.ids, self.first, self.implementation):
+            for count, *part in score_windows(
+                params, text.ids, self.first, self.kv_dtypes, self.implementation
+            ):
                 parts.append(part)
                 done += count
                 if progress is not None:
@@ -344,6 +363,18 @@ def _params(model: Model | Params) -> Params:
     raise RequestError(
         f"a model is a {type(model).__name__}; pass what infer.load returns, or its params"
     )
+
+
+def _kv_dtypes(given: KvDtype, count: int) -> list[str | None]:
+    """Return the cache's dtype for each of `count` models."""
+    found = list(given) if isinstance(given, tuple) else [given] * count
+    if len(found) != count:
+        raise ConfigError(
+            f"kv_dtype has {len(found)} entries for {count} models; give one for each, or one name"
+        )
+    for name in found:
+        check_kv_dtype(name)
+    return found
 
 
 def _mean(parts: Sequence[np.ndarray]) -> float:

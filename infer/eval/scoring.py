@@ -51,6 +51,7 @@ def score_windows(
     models: Sequence[Params],
     windows: Int[np.ndarray, "W C"],
     first: int,
+    kv_dtypes: Sequence[str | None],
     implementation: str | None = None,
 ) -> Iterator[tuple[int, list[TokenScores], list[TokenDivergence]]]:
     """Score the tokens at positions `first` to C - 1 of every window, some windows at a time.
@@ -59,6 +60,7 @@ def score_windows(
         models: the first one is the base of the divergences.
         windows: ids, every row full.
         first: position of the first scored token, at least 1.
+        kv_dtypes: of each model's cache; None is the activations'.
         implementation: of the ops; None chooses.
 
     Yields:
@@ -74,8 +76,10 @@ def score_windows(
         tokens = jnp.asarray(rows, jnp.int32)
         lengths = jnp.full(at_once, length, jnp.int32)
         states = []
-        for params in models:
-            x = _states(params, tokens, lengths, implementation)[: len(part), first - 1 : -1]
+        for params, kv_dtype in zip(models, kv_dtypes, strict=True):
+            x = _states(params, tokens, lengths, kv_dtype, implementation)[
+                : len(part), first - 1 : -1
+            ]
             states.append(x.reshape(-1, x.shape[-1]))
         targets = tokens[: len(part), first:].reshape(-1)
         scores, divergences = _measure(models, states, targets, implementation)
@@ -97,7 +101,7 @@ def log_likelihoods(
         tokens = np.zeros((1, width), np.int32)
         tokens[0, : len(ids)] = ids
         lengths = jnp.asarray([len(ids)], jnp.int32)
-        x = _states(params, jnp.asarray(tokens), lengths, implementation)[0, :-1]
+        x = _states(params, jnp.asarray(tokens), lengths, None, implementation)[0, :-1]
         (scores,), _ = _measure([params], [x], jnp.asarray(tokens[0, 1:]), implementation)
         found.append(-scores[0][: len(ids) - 1])
     return found
@@ -119,9 +123,13 @@ def check_tokens(params: Params, ids: Int[np.ndarray, "..."], length: int) -> No
         )
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
+@functools.partial(jax.jit, static_argnames=("kv_dtype", "implementation"))
 def _states(
-    params: Params, tokens: Int[Array, "B C"], lengths: Int[Array, " B"], implementation: str | None
+    params: Params,
+    tokens: Int[Array, "B C"],
+    lengths: Int[Array, " B"],
+    kv_dtype: str | None,
+    implementation: str | None,
 ) -> Float[Array, "B C D"]:
     """Return the residual streams after all layers; rows past `lengths` are anything."""
     batch, length = tokens.shape
@@ -139,7 +147,7 @@ def _states(
         num_pages=batch * pages,
         page_size=_PAGE,
         pages_per_row=pages,
-        dtype=params.dtype,
+        dtype=jnp.dtype(kv_dtype or params.dtype),
     )
     cache, _ = paged.allocate(cache, jnp.full(batch, pages, jnp.int32))
     spans = jnp.repeat(lengths, width * tile)

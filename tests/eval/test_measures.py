@@ -121,6 +121,21 @@ def test_compare_with_a_base_and_memory() -> None:
     assert f"bf16 model of about {num_params / 1e3:.3g} k parameters" in hint
 
 
+def test_the_cache_has_a_dtype_of_its_own() -> None:
+    params, windows = tiny.llama(), _windows(3, 40)
+    measure = lambda kv_dtype: infer.eval.divergence(params, params, windows, kv_dtype=kv_dtype)
+    half = measure((None, "bfloat16")).overall
+    assert 0 < half.kl.mean.value < 1e-3
+    assert measure("bfloat16").overall.kl.max == 0.0
+    assert infer.eval.compare(
+        params, params, windows, base=params, kv_dtype=("bfloat16", None, None)
+    ).overall.kl_a == pytest.approx(half.kl.mean.value)
+    with pytest.raises(ConfigError, match="kv_dtype is 'int3'"):
+        measure("int3")
+    with pytest.raises(ConfigError, match="3 entries for 2 models"):
+        measure((None, None, None))
+
+
 def test_texts_are_apart_and_together(model: infer.Model) -> None:
     texts = {"low": "abcdefgh" * 40, "high": "zyxwvut, " * 30}
     got = infer.eval.perplexity(model, texts, context=CONTEXT)
