@@ -29,15 +29,20 @@ class Bytes:
         return list(text.encode())
 
 
-class Knowing(Bytes):
+class Knowing(infer.Model):
     """Answers a prompt as it is told to."""
 
-    def __init__(self, answers: dict[str, str]) -> None:
-        self.tokenizer, self.name, self.answers = self, "knowing", answers
-        self.config = types.SimpleNamespace(max_context=4096)
-        self.calls: list[int] = []
+    config = types.SimpleNamespace(max_context=4096)  # type: ignore[assignment]
 
-    def generate(self, prompts: list[list[int]], sampling: Any, **_: Any) -> Any:
+    def __init__(self, answers: dict[str, str]) -> None:
+        for name, value in {"tokenizer": Bytes(), "name": "knowing", "answers": answers}.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "calls", [])
+
+    def __repr__(self) -> str:
+        return "Knowing"
+
+    def generate(self, prompts: Any, sampling: Any = None, **_: Any) -> Any:
         assert sampling.temperature == 0
         self.calls.append(len(prompts))
         return types.SimpleNamespace(text=[self.answers[bytes(p).decode()] for p in prompts])
