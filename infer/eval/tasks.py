@@ -87,6 +87,7 @@ class TaskResult(Result):
     task: str
     models: list[Accuracy]
     groups: dict[str, list[Accuracy]]  # of each model
+    correct: list[list[bool]]  # of each model, of each item in order
     only_first: int | None = None  # items that only the first model got right
     only_second: int | None = None
     p_value: float | None = None  # McNemar's, exact, two-sided
@@ -217,6 +218,7 @@ def run_task(
         task=name,
         models=[_accuracy(x) for x in right],
         groups={g: [_accuracy(x[of_group(g)]) for x in right] for g in groups if g},
+        correct=[x.tolist() for x in right],
         warnings=_too_few(len(items)),
     )
     return result if len(models) == 1 else _paired(result, *right)

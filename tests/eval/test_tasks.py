@@ -124,6 +124,7 @@ def test_two_models_are_paired() -> None:
     assert (got.only_first, got.only_second) == (40, 20)
     assert got.p_value == pytest.approx(0.0134, abs=1e-4)
     assert got.verdict == "worse"
+    assert got.correct[0] == [True] * 50 + [False] * 50
     assert got.groups["even"][0].right == 25 and got.groups["even"][0].count == 50
     assert _run(items, second, first).verdict == "better"
     same = _run(items, first, first)
