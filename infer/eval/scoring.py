@@ -68,7 +68,7 @@ def score_windows(
         first.
     """
     length = windows.shape[1]
-    at_once = max(1, _PASS.get(default_platform(), _PASS["gpu"]) // length)
+    at_once = _windows_at_once(length)
     for start in range(0, len(windows), at_once):
         part = windows[start : start + at_once]
         # The last ones are few: the program keeps its shape.
@@ -94,17 +94,35 @@ def score_windows(
 def log_likelihoods(
     params: Params, rows: Sequence[Sequence[int]], implementation: str | None = None
 ) -> list[Float[np.ndarray, " _T1"]]:
-    """Return log p(token t+1 | tokens 0..t) of each row, for rows of different lengths."""
-    found: list[np.ndarray] = []
-    for ids in rows:
-        width = bucket(len(ids), TILE)
-        tokens = np.zeros((1, width), np.int32)
-        tokens[0, : len(ids)] = ids
-        lengths = jnp.asarray([len(ids)], jnp.int32)
-        x = _states(params, jnp.asarray(tokens), lengths, None, implementation)[0, :-1]
-        (scores,), _ = _measure([params], [x], jnp.asarray(tokens[0, 1:]), implementation)
-        found.append(-scores[0][: len(ids) - 1])
+    """Return log p(token t+1 | tokens 0..t) of each row, for rows of different lengths.
+
+    Rows of about one length run together, padded to a power of two.
+    """
+    found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
+    by_width: dict[int, list[int]] = {}
+    for index, ids in enumerate(rows):
+        by_width.setdefault(bucket(len(ids), TILE), []).append(index)
+    for width, indices in by_width.items():
+        at_once = _windows_at_once(width)
+        for start in range(0, len(indices), at_once):
+            part = indices[start : start + at_once]
+            tokens = np.zeros((at_once, width), np.int32)
+            lengths = np.ones(at_once, np.int32)
+            for row, index in enumerate(part):
+                lengths[row] = len(rows[index])
+                tokens[row, : lengths[row]] = rows[index]
+            x = _states(params, jnp.asarray(tokens), jnp.asarray(lengths), None, implementation)
+            flat = jnp.concatenate([x[row, : lengths[row] - 1] for row in range(len(part))])
+            targets = np.concatenate([tokens[row, 1 : lengths[row]] for row in range(len(part))])
+            (scores,), _ = _measure([params], [flat], jnp.asarray(targets), implementation)
+            ends = np.cumsum(lengths[: len(part)] - 1)[:-1]
+            for index, nll in zip(part, np.split(scores[0], ends), strict=True):
+                found[index] = -nll
     return found
+
+
+def _windows_at_once(length: int) -> int:
+    return max(1, _PASS.get(default_platform(), _PASS["gpu"]) // length)
 
 
 def check_tokens(params: Params, ids: Int[np.ndarray, "..."], length: int) -> None:

@@ -273,12 +273,15 @@ def _answers(
         done += len(part)
         if report is not None:
             report(done)
-    for i, item in enumerate(items):
-        if isinstance(item, Choice):
-            right[i] = _chosen(model, item, normalize, implementation) == item.answer
-            done += 1
-            if report is not None:
-                report(done)
+    choices = [i for i, item in enumerate(items) if isinstance(item, Choice)]
+    for start in range(0, len(choices), _BATCH):
+        part = choices[start : start + _BATCH]
+        asked = [item for i in part if isinstance(item := items[i], Choice)]
+        chosen = _chosen(model, asked, normalize, implementation)
+        right[part] = [c == item.answer for c, item in zip(chosen, asked, strict=True)]
+        done += len(part)
+        if report is not None:
+            report(done)
     return right
 
 
@@ -294,24 +297,37 @@ def _continued(
     return out.text
 
 
-def _chosen(model: Model, item: Choice, normalize: bool, implementation: str | None) -> int:
-    """Return the choice of the largest log-likelihood after the question and a space."""
+def _chosen(
+    model: Model, items: Sequence[Choice], normalize: bool, implementation: str | None
+) -> list[int]:
+    """Return of each item the choice of the largest log-likelihood after the question and a space.
+
+    A choice begins where its ids part from the question's: a token may span the border.
+    """
     encode = model.tokenizer.encode
-    gap = "" if item.question[-1].isspace() else " "
-    question = encode(item.question)
-    rows = [encode(item.question + gap + choice) for choice in item.choices]
-    values = []
-    for choice, ids, logp in zip(
-        item.choices, rows, log_likelihoods(model.params, rows, implementation), strict=True
-    ):
-        # A choice begins where its ids part from the question's: a token may span the border.
-        same = next(
-            (n for n, (a, b) in enumerate(zip(question, ids, strict=False)) if a != b),
-            min(len(question), len(ids)),
-        )
-        value = float(logp[max(same, 1) - 1 :].sum(dtype=np.float64))
-        values.append(value / len((gap + choice).encode()) if normalize else value)
-    return int(np.argmax(values))
+    rows = [encode(_joined(item, choice)) for item in items for choice in item.choices]
+    found = iter(zip(rows, log_likelihoods(model.params, rows, implementation), strict=True))
+    chosen = []
+    for item in items:
+        question, values = encode(item.question), []
+        for choice in item.choices:
+            ids, logp = next(found)
+            value = float(logp[max(_common(question, ids), 1) - 1 :].sum(dtype=np.float64))
+            size = len(_joined(item, choice).encode()) - len(item.question.encode())
+            values.append(value / size if normalize else value)
+        chosen.append(int(np.argmax(values)))
+    return chosen
+
+
+def _joined(item: Choice, choice: str) -> str:
+    return item.question + ("" if item.question[-1].isspace() else " ") + choice
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many ids two sequences begin with in common."""
+    return next(
+        (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def _check_lengths(model: Model, items: Sequence[Item]) -> None:
@@ -320,7 +336,7 @@ def _check_lengths(model: Model, items: Sequence[Item]) -> None:
         texts = (
             [item.prompt + item.answer]
             if isinstance(item, Continuation)
-            else [item.question + " " + choice for choice in item.choices]
+            else [_joined(item, choice) for choice in item.choices]
         )
         longest = max(len(model.tokenizer.encode(text)) for text in texts)
         if longest + 2 * _SLACK > most:
