@@ -338,7 +338,10 @@ def _check_lengths(model: Model, items: Sequence[Item]) -> None:
             if isinstance(item, Continuation)
             else [_joined(item, choice) for choice in item.choices]
         )
-        longest = max(len(model.tokenizer.encode(text)) for text in texts)
+        sizes = [len(model.tokenizer.encode(text)) for text in texts]
+        longest = max(sizes)
+        if min(sizes) < 2:
+            raise RequestError(f"item {number} is a single token; nothing can be scored in it")
         if longest + 2 * _SLACK > most:
             raise RequestError(
                 f"item {number} has {longest} tokens, and {model.name}'s context is {most}; leave "
