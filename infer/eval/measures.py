@@ -355,7 +355,7 @@ def _check_numbers(model: Model | Params, text: Windows, scores: TokenScores) ->
         )
 
 
-def _params(model: Model | Params) -> Params:
+def _params(model: Any) -> Params:
     if isinstance(model, Model):
         return model.params
     if isinstance(model, Params):

@@ -192,7 +192,7 @@ def test_what_cannot_be_measured_is_refused(model: infer.Model) -> None:
             "have the id 90",
         ),
         (lambda: infer.eval.perplexity(params, _windows(1, 9), scored="x"), ConfigError, "second"),
-        (lambda: infer.eval.perplexity("m", _windows(1, 9)), RequestError, "a model is a str"),
+        (lambda: measures._params("m"), RequestError, "a model is a str"),
         (lambda: infer.eval.perplexity(model, "abc " * 99, windows=0), RequestError, "at least 1"),
         (
             lambda: infer.eval.divergence(params, smaller, _windows(1, 9)),
