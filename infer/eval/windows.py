@@ -102,12 +102,14 @@ def _rows(name: str, ids: np.ndarray, context: int, limit: int | None) -> np.nda
 
 
 def too_few(texts: Sequence[Windows]) -> list[str]:
-    """Return a line for each text with too few windows for its interval."""
+    """Return a line that names the texts with too few windows for their intervals, if any."""
+    few = [each for each in texts if len(each.ids) < ENOUGH_WINDOWS]
+    if not few:
+        return []
+    named = ", ".join(f"{each.name} ({len(each.ids)})" for each in few)
     return [
-        f"{each.name} has {len(each.ids)} windows; below {ENOUGH_WINDOWS} the interval is too "
-        "narrow: give a longer text or a smaller context"
-        for each in texts
-        if len(each.ids) < ENOUGH_WINDOWS
+        f"fewer than {ENOUGH_WINDOWS} windows, so that intervals are too narrow: {named}; give "
+        "longer texts or a smaller context"
     ]
 
 

@@ -88,7 +88,7 @@ def test_perplexity(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "perplexity", folder, *texts, *QUICK]) == 0
     text = capsys.readouterr().out
     assert "windows of 48 tokens, the second half scored (23)" in text
-    assert "note: en has 2 windows" in text
+    assert "too narrow: en (2), te (2)" in text
     assert [line.split()[0] for line in text.split("\n")[2:5]] == ["en", "te", "all"]
 
 
