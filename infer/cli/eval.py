@@ -422,16 +422,20 @@ def compare_lines(report: dict[str, Any]) -> list[str]:
 
 def task_lines(report: dict[str, Any]) -> list[str]:
     """Return the text of a task's report."""
-    names = [report[name] for name in ("model", "other") if name in report]
+    models = [report[name] for name in ("model", "other") if name in report]
+    names = ["A", "B"] if len(models) == 2 else models
     rows = [["", *names]]
     shown = lambda x: f"{x['right']}/{x['count']}  {_percents(x['accuracy'])}"
     rows += [[group, *map(shown, each)] for group, each in report["groups"].items()]
     rows.append(["all", *map(shown, report["models"])])
-    lines = [f"{report['task']}: right answers [95%]", *_table(rows)]
+    lines = [f"{report['task']}: right answers [95%]"]
+    if len(models) == 2:
+        lines += [f"A: {models[0]}", f"B: {models[1]}"]
+    lines += _table(rows)
     if report["p_value"] is not None:
         lines.append(
-            f"only {names[0]} right: {report['only_first']}, only {names[1]} right: "
-            f"{report['only_second']}; McNemar p = {report['p_value']:.4g}: {report['verdict']}"
+            f"only A right: {report['only_first']}, only B right: {report['only_second']}; McNemar "
+            f"p = {report['p_value']:.4g}; B is: {report['verdict']}"
         )
     return lines + _notes(report)
 
