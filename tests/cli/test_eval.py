@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from infer.cli import eval as command
+from infer.cli import eval_report
 from infer.cli.main import main
 from infer.eval import scoring
 from tests.models import tiny_folder
@@ -143,4 +143,4 @@ def test_tasks(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_numbers_that_json_does_not_know_are_left_out() -> None:
-    assert command._interval({"value": 1.0, "low": 0.5, "high": None}, 2) == "1.00 [0.50, inf]"
+    assert eval_report._interval({"value": 1.0, "low": 0.5, "high": None}, 2) == "1.00 [0.50, inf]"
