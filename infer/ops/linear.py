@@ -17,7 +17,8 @@ from infer.native.repack import Packed
 from infer.ops import choice
 from infer.ops.activation import gated_activation
 from infer.ops.norm import rms_norm
-from infer.quant.qarray import QArray, dequantize, take_rows
+from infer.ops.quantized import quantized_product
+from infer.quant.qarray import QArray, take_rows
 
 # Gain and epsilon of an RMSNorm; None is no norm.
 PreNorm = tuple[Array, float] | None
@@ -54,12 +55,18 @@ def linear_f32(
         )
     choice.check_implementation(implementation)
     choice.record(choice.Choice("linear", "xla", "the weights are not packed for another"))
-    w = dequantize(weight, x.dtype) if isinstance(weight, QArray) else weight.astype(x.dtype)
-    # HIGHEST: a float32 model asks for float32 products, not the GPU's TF32; other dtypes ignore
-    # it.
-    y = jnp.einsum(
-        "...i,oi->...o", x, w, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST
-    )
+    if isinstance(weight, QArray):
+        y = quantized_product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+    else:
+        # HIGHEST: a float32 model asks for float32 products, not the GPU's TF32; other dtypes
+        # ignore it.
+        y = jnp.einsum(
+            "...i,oi->...o",
+            x,
+            weight.astype(x.dtype),
+            preferred_element_type=jnp.float32,
+            precision=lax.Precision.HIGHEST,
+        )
     if bias is not None:
         y = y + bias.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))
     return y
