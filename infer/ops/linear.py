@@ -5,7 +5,9 @@ What stands around the products of a layer is fused with them where the weights 
 norm before, the gate between, the residual after.  A `Packed` weight has no plain XLA form.
 """
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 import jax.numpy as jnp
@@ -22,6 +24,26 @@ from infer.quant.qarray import QArray, take_rows
 
 # Gain and epsilon of an RMSNorm; None is no norm.
 PreNorm = tuple[Array, float] | None
+
+
+_observed: contextvars.ContextVar[list[tuple[Any, Array]] | None] = contextvars.ContextVar(
+    "infer_observed", default=None
+)
+
+
+@contextlib.contextmanager
+def observing() -> Iterator[list[tuple[Any, Array]]]:
+    """Collect (weight, input [..., I]) of every product of the trace inside, in order.
+
+    For calibration: a function that returns some of what was collected stays pure, since collection
+    begins and ends inside its trace.  Weights that are `Packed` are not observed.
+    """
+    seen: list[tuple[Any, Array]] = []
+    token = _observed.set(seen)
+    try:
+        yield seen
+    finally:
+        _observed.reset(token)
 
 
 def linear(
@@ -54,6 +76,9 @@ def linear_f32(
             *x.shape[:-1], -1
         )
     choice.check_implementation(implementation)
+    seen = _observed.get()
+    if seen is not None:
+        seen.append((weight, x))
     choice.record(choice.Choice("linear", "xla", "the weights are not packed for another"))
     if isinstance(weight, QArray):
         y = quantized_product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
