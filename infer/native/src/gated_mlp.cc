@@ -14,7 +14,7 @@ void do_hidden(const Kernels& k, const Weight& gate, const Weight& up, Activatio
       ups[kRowBlock * kGroup];
   for (bool is_gate : {true, false}) {
     const Weight& w = is_gate ? gate : up;
-    k.panels(w.format, w.panel(2 * group), w.panel(2 * group + 1), x, row, count, tiles[0],
+    k.panels(w, w.panel(2 * group), w.panel(2 * group + 1), x, row, count, tiles[0],
              tiles[1]);
     for (int i = 0; i < 2 * count; ++i) {
       std::copy_n(tiles[i % 2] + kPanel * (i / 2), kPanel, (is_gate ? gates : ups) + kPanel * i);
