@@ -18,7 +18,7 @@ from infer.compiling import give_back_memory
 from infer.config import ModelConfig
 from infer.errors import ConfigError
 from infer.generation import GenerationResult, TextStream, generate, stream
-from infer.models.params import Params
+from infer.models.params import Params, weight_form
 from infer.sampling import SamplingParams
 from infer.tokenizer import Tokenizer
 from infer.weights import bundled, hub
@@ -43,9 +43,10 @@ class Model:
 
     def __repr__(self) -> str:
         c = self.config
+        weights, dtype = weight_form(self.params), self.params.dtype.name
         return (
             f"Model({self.name!r}: {c.family}, {c.num_layers} layers, width {c.hidden_size}, "
-            f"{self.params.dtype})"
+            f"{dtype}{'' if weights == dtype else f', weights {weights}'})"
         )
 
     @property

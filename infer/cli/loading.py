@@ -5,8 +5,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from infer import native
 from infer.cli.implementation import say_what_is_missing
 from infer.cli.progress import progress_bars
+from infer.errors import ConfigError
 from infer.weights import bundled, hub
 
 
@@ -35,24 +37,45 @@ def load_model(
     Args:
         model: what the user named.
         dtype: of `infer.load`.
-        packed: of `infer.load`; None is False where another implementation than "native" is forced,
-            which cannot read the native operations' weights.
+        packed: of `infer.load`.  Where another implementation than "native" is forced, which cannot
+            read the native operations' weights, None is False, and True keeps a GGUF file's blocks.
         implementation: what will run it, or None.
+
+    Raises:
+        NotImplementedError: "native" is forced, and there are no native operations.
+        ConfigError: weights of a folder are to be packed for an implementation that cannot read
+            them.
     """
     import infer
 
-    if implementation in (None, "native"):
+    form: bool | str | None = packed
+    if implementation == "native":
+        if reason := native.why_not():
+            raise NotImplementedError(f"--implementation native: {reason}")
+    elif implementation is None:
         say_what_is_missing()
-    elif packed is None:
-        packed = False
+    else:
+        form = _packed_for(implementation, model) if packed else False
     with progress_bars() as update:
         if model in bundled.known_models():
             bundled.pull(model, progress=update)
         elif not Path(model).expanduser().exists() and hub.parse(model) is not None:
             model = str(hub.pull(model, progress=update))
         start = time.perf_counter()
-        options: dict[str, Any] = {"packed": packed}
+        options: dict[str, Any] = {"packed": form}
         if update is not None:
             options["progress"] = lambda done, total: update("load", done, total)
         loaded = infer.load(model, dtype=dtype, **options)
     return loaded, time.perf_counter() - start
+
+
+def _packed_for(implementation: str, model: str) -> str:
+    """Return the form of packed weights that another implementation than "native" reads."""
+    path = Path(model).expanduser()
+    hub_id = not path.exists() and hub.parse(model) is not None and path.suffix != ".gguf"
+    if model not in bundled.known_models() and (path.is_dir() or hub_id):
+        raise ConfigError(
+            f"--packed with --implementation {implementation}: {model} is a folder, whose weights "
+            "only native operations read packed; leave one of the two options out"
+        )
+    return "blocks"

@@ -119,7 +119,9 @@ def explain(error: Exception) -> tuple[int, str]:
     if isinstance(error, _UsageError):
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "infer"
-        return BAD_INPUT, f"{_line(error.format_message())} (see {command} --help)"  # type: ignore
+        message = _line(error.format_message())  # type: ignore[attr-defined]
+        # "Value error, ": how the parser's library begins what a type has to say.
+        return BAD_INPUT, f"{message.replace('Value error, ', '')} (see {command} --help)"
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
     else:

@@ -16,6 +16,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -78,8 +79,41 @@ def unsupported() -> str:
 
 
 def is_fresh(library: Path = LIBRARY) -> bool:
-    """Return whether the library is there and made of the present sources."""
-    return library.exists() and source_hash().encode() in library.read_bytes()
+    """Return whether the library is there, whole, and made of the present sources."""
+    return (
+        library.exists()
+        and not is_cut_short(library)
+        and source_hash().encode() in library.read_bytes()
+    )
+
+
+def is_cut_short(library: str | os.PathLike[str]) -> bool:
+    """Return whether an ELF file ends before its own headers say that it does.
+
+    The loader maps such a file all the same, and the first touch of what is missing ends the
+    process (SIGBUS).  False for what is no 64-bit ELF file, which the loader refuses.
+
+    Source: the System V ABI, "Object files": Elf64_Ehdr and Elf64_Phdr.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open(library, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(64)
+        if len(head) < 64 or not head.startswith(b"\x7fELF\x02\x01"):
+            return False
+        segments_at, sections_at = struct.unpack_from("<QQ", head, 32)
+        segment, num_segments, section, num_sections = struct.unpack_from("<HHHH", head, 54)
+        ends = [segments_at + segment * num_segments, sections_at + section * num_sections]
+        if max(ends) > size:
+            return True
+        file.seek(segments_at)
+        table = file.read(segment * num_segments)
+    for at in range(0, len(table) - 39, max(segment, 1)):
+        (offset,), (length,) = (struct.unpack_from("<Q", table, at + field) for field in (8, 32))
+        ends.append(offset + length)
+    return max(ends) > size
 
 
 def build(

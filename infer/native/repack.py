@@ -68,7 +68,8 @@ def repack(
             not needed any more, so that the pages of a mapped file need not all be in memory.
 
     Raises:
-        NotImplementedError: there is no kernel for the format, or `in` is no multiple of 32.
+        NotImplementedError: there is no kernel for the format, or `in` is 0 or no multiple of 32.
+        ValueError: it is no matrix, or its blocks are not those of its shape.
     """
     library = native.library()
     if isinstance(weight, QArray) and isinstance(weight.format, PlanarFormat):
@@ -88,9 +89,9 @@ def repack(
         )
     if isinstance(weight, QArray):
         _check_blocks(weight, rows)
-    if width % 32:
+    if width % 32 or width == 0:
         raise NotImplementedError(
-            f"the native kernels take a width that is a multiple of 32, not {width}"
+            f"the native kernels take a width that is a multiple of 32, from 32 on, not {width}"
         )
     # Row by row in place, even if the rows are a view of a mapped file.
     if rows.strides[1] != rows.itemsize or rows.strides[0] < rows.shape[1] * rows.itemsize:

@@ -217,6 +217,7 @@ def _only_native(op: str, implementation: str | None) -> None:
     if implementation not in (None, "native"):
         raise NotImplementedError(
             f"{op} in {implementation}: the weights are packed for the CPU's native operations; "
-            "load them with packed='blocks', or use implementation=None"
+            "load a GGUF file with packed='blocks', a folder with packed=False, or use "
+            "implementation=None"
         )
     choice.record(choice.Choice(op, "native"))

@@ -30,7 +30,7 @@ def _products() -> dict[str, Callable[[jax.Array], list[jax.Array]]]:
         width = 512 if name.endswith("_K") else 288  # blocks of 8 groups, and 8 + 1 groups
         weight = repack(random_weight(name, (_OUT, width)))
         gate, up = (repack(random_weight(name, (256, width), seed=s)) for s in (3, 4))
-        down = repack(random_weight(name, (_OUT, 256), seed=5))
+        down = repack(random_weight(name, (width, 256), seed=5))
         products[name] = lambda x, w=weight, mlp=(gate, up, down), width=width: [
             linear(x[:, :width], (w,))[0],
             gated_mlp(x[:, :width], *mlp, "silu"),

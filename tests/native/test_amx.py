@@ -92,7 +92,7 @@ def test_product_of_this_cpu_is_that_of_intels_manual(tiles: Path) -> None:
     "what,message",
     [
         (0, "the palette is 1"),
-        (1, "at most 16 rows"),
+        (1, "a tile has at most 16 rows"),
         (2, "shapes of a product do not fit"),
         (3, "a tile is used that is not configured"),
         (4, "a tile is used without a configuration"),
