@@ -12,6 +12,7 @@ from infer import native
 from infer.native.linear import gated_mlp, linear
 from infer.native.repack import repack
 from infer.native.sample import logsumexp, sample
+from infer.quant.methods import FP8, NF4, RTN
 from tests.native.weights import FORMATS, random_rows, random_weight
 
 
@@ -28,6 +29,9 @@ def results() -> dict[str, list[np.ndarray]]:
         for act in ("silu", "gelu_tanh"):
             y = gated_mlp(x, gate, up, down, act, norm_gain=gain, residual=True)
             results[f"gated_mlp {act} {name}"] = [y]
+    for method in (RTN(bits=3, group_size=64, symmetric=False), RTN(bits=8), NF4(), FP8()):
+        w = repack(method.pack(jnp.asarray(random_rows(100, 256, seed=7))))
+        results[f"linear {method}"] = list(linear(x, (w,)))
     logits = jnp.asarray(np.random.default_rng(6).standard_normal((6, 9000), np.float32) * 4)
     results["logsumexp"] = [logsumexp(logits)]
     of = lambda *values: jnp.asarray(values, jnp.float32)
