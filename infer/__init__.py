@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infer import eval
     from infer.backend import backends, use_backend
     from infer.compiling import compile_stats
     from infer.config import ModelConfig
@@ -73,10 +74,14 @@ _HOME = {
     "stream": "infer.generation",
     "use_backend": "infer.backend",
 }
-__all__ = [*sorted(_HOME), "__version__"]
+# Rooms that are public as a whole.
+_ROOMS = ("eval",)
+__all__ = [*sorted(_HOME), *_ROOMS, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"infer.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'infer' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
@@ -85,4 +90,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, *_ROOMS})

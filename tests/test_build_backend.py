@@ -189,6 +189,7 @@ def test_without_a_compiler_the_wheel_is_pure(sources: Path, tmp_path: Path):
     assert len(lines) == 1 and "no C++ compiler: /no/such/compiler not found" in lines[0]
     with zipfile.ZipFile(wheel) as opened:
         assert not [n for n in opened.namelist() if n.endswith(".so")]
+        assert {"infer/eval/corpora/te.txt", "infer/eval/corpora/README.md"} <= {*opened.namelist()}
     code = "from infer import native; print(native.available(), native.why_not())"
     assert "is not built" in run_installed(wheel, tmp_path, code)
     arguments = ("wheel", "--no-build-isolation", "--no-deps", "-C", "native=required")

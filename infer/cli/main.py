@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from infer.cli import bench, chat, convert, generate, info, models
+from infer.cli import bench, chat, convert, eval, generate, info, models
 from infer.errors import CapacityError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -46,6 +46,7 @@ app.command("models")(models.models)
 app.command("info")(info.info)
 app.command("convert")(convert.convert)
 app.command("bench")(bench.bench)
+app.add_typer(eval.app, name="eval")
 
 
 def _print_version(wanted: bool) -> bool:
