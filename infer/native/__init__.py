@@ -15,6 +15,7 @@ from infer.errors import ConfigError
 OPERATIONS = (
     "infer_dense_attention",
     "infer_embed",
+    "infer_expert_mlp",
     "infer_gated_mlp",
     "infer_linear",
     "infer_logsumexp",

@@ -21,7 +21,8 @@ from jaxtyping import Float
 from infer import native
 from infer.native.repack import Packed
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+# Name -> its number in gemm.h.
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 def linear(
@@ -104,14 +105,19 @@ def gated_mlp(
         ValueError: shapes or dtypes do not fit.
     """
     native.library()
-    if activation not in _ACTIVATIONS:
+    if activation not in ACTIVATIONS:
         raise NotImplementedError(
-            f"no native gated_mlp with {activation!r}; there are {', '.join(_ACTIVATIONS)}"
+            f"no native gated_mlp with {activation!r}; there are {', '.join(ACTIVATIONS)}"
         )
     width = gate.shape[0]
     _check("x", x, (x.shape[0], gate.shape[1]))
     _check("norm_gain", norm_gain, (x.shape[1],))
-    if up.shape != gate.shape or down.shape[1] != width:
+    if (
+        len(gate.shape) != 2
+        or len(down.shape) != 2
+        or up.shape != gate.shape
+        or down.shape[1] != width
+    ):
         raise ValueError(
             f"gate is {gate.shape}, up {up.shape} and down {down.shape}; they must be [F, D],"
             " [F, D] and [D, F]"
@@ -131,7 +137,7 @@ def gated_mlp(
         *(() if norm_gain is None else (norm_gain,)),
         formats=_int64s([w.number for w in (gate, up, down)]),
         width=np.int64(width),
-        activation=np.int64(_ACTIVATIONS[activation]),
+        activation=np.int64(ACTIVATIONS[activation]),
         residual=residual,
         eps=np.float32(eps),
     )
@@ -149,5 +155,5 @@ def _check(name: str, array: Array | None, shape: tuple[int, ...]) -> None:
 
 
 def _check_width(weight: Packed, width: int) -> None:
-    if weight.shape[1] != width:
+    if len(weight.shape) != 2 or weight.shape[1] != width:
         raise ValueError(f"a weight is {weight.shape} where x has the width {width}")

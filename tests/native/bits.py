@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer import native
+from infer.native.experts import expert_mlp
 from infer.native.linear import gated_mlp, linear
 from infer.native.repack import repack
 from infer.native.sample import logsumexp, sample
 from infer.quant.methods import FP8, NF4, RTN
-from tests.native.weights import FORMATS, random_rows, random_weight
+from tests.native.weights import FORMATS, random_experts, random_rows, random_weight
 
 
 def results() -> dict[str, list[np.ndarray]]:
@@ -29,6 +30,19 @@ def results() -> dict[str, list[np.ndarray]]:
         for act in ("silu", "gelu_tanh"):
             y = gated_mlp(x, gate, up, down, act, norm_gain=gain, residual=True)
             results[f"gated_mlp {act} {name}"] = [y]
+        experts = [
+            repack(random_experts(name, shape, seed=s))
+            for s, shape in enumerate([(6, 96, 256), (6, 96, 256), (6, 256, 96)])
+            if not (s == 2 and name.endswith("_K"))  # blocks of 256
+        ]
+        if len(experts) < 3:
+            experts.append(repack(random_experts("Q8_0", (6, 256, 96), seed=2)))
+        rows = jnp.asarray(random_rows(150, 256, seed=7))
+        rng = np.random.default_rng(8)
+        ids = rng.integers(0, 4, (150, 3), np.int32) * rng.integers(0, 2, (150, 1), np.int32)
+        weights = jnp.asarray(rng.random((150, 3), np.float32))
+        y = expert_mlp(rows, jnp.asarray(ids), weights, *experts, "silu", residual=rows)
+        results[f"expert_mlp {name}"] = [y]
     for method in (RTN(bits=3, group_size=64, symmetric=False), RTN(bits=8), NF4(), FP8()):
         w = repack(method.pack(jnp.asarray(random_rows(100, 256, seed=7))))
         results[f"linear {method}"] = list(linear(x, (w,)))
