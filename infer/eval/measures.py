@@ -372,9 +372,7 @@ def _kv_dtypes(given: KvDtype, count: int) -> list[str | None]:
         raise ConfigError(
             f"kv_dtype has {len(found)} entries for {count} models; give one for each, or one name"
         )
-    for name in found:
-        kv_dtype_name(name)
-    return found
+    return [kv_dtype_name(name) for name in found]
 
 
 def _mean(parts: Sequence[np.ndarray]) -> float:
