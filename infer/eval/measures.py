@@ -23,7 +23,7 @@ from infer.eval.results import (
 )
 from infer.eval.scoring import TokenDivergence, TokenScores, check_tokens, score_windows
 from infer.eval.windows import CONTEXT, Scored, Windows, all_windows, too_few
-from infer.generation.prepare import check_kv_dtype
+from infer.generation.prepare import kv_dtype_name
 from infer.model import Model
 from infer.models.params import Params
 from infer.ops.choice import check_implementation
@@ -372,9 +372,7 @@ def _kv_dtypes(given: KvDtype, count: int) -> list[str | None]:
         raise ConfigError(
             f"kv_dtype has {len(found)} entries for {count} models; give one for each, or one name"
         )
-    for name in found:
-        check_kv_dtype(name)
-    return found
+    return [kv_dtype_name(name) for name in found]
 
 
 def _mean(parts: Sequence[np.ndarray]) -> float:

@@ -49,22 +49,22 @@ def run_layer(
         implementation: of the ops; None chooses.
     """
     alone = not config.post_norms and config.residual_scale is None
-    norm = functools.partial(_before, config, implementation)
+    norm = functools.partial(before, config, implementation)
     sequential = config.residual is Residual.SEQUENTIAL
     h, rms = norm(x, w.attn_norm, w.attn_norm_bias)
-    a, cache = _attention(
+    a, cache = attention(
         config, layer, w, h, rms, x if alone else None, turn, attend, cache, implementation
     )
     y = a if alone else x + a
     if sequential:
         h, rms = norm(y, w.mlp_norm, w.mlp_norm_bias)
-        return _mlp(config, w, h, rms, y, implementation), cache
+        return mlp(config, w, h, rms, y, implementation), cache
     if config.residual is not Residual.PARALLEL_ONE_NORM:
         h, rms = norm(x, w.mlp_norm, w.mlp_norm_bias)
-    return _mlp(config, w, h, rms, y, implementation), cache
+    return mlp(config, w, h, rms, y, implementation), cache
 
 
-def _before(
+def before(
     config: ModelConfig, implementation: str | None, x: Array, gain: Leaf, bias: Leaf
 ) -> tuple[Array, PreNorm]:
     """Return what a block's products read, and the RMSNorm that is still to be done to it."""
@@ -96,7 +96,7 @@ def scaled(x: Array, factor: float | None) -> Array:
 
 
 @jax.named_scope("attention")
-def _attention(
+def attention(
     config: ModelConfig,
     layer: LayerConfig,
     w: LayerParams,
@@ -137,7 +137,7 @@ def _attention(
 
 
 @jax.named_scope("mlp")
-def _mlp(
+def mlp(
     config: ModelConfig,
     w: LayerParams,
     h: Array,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from infer.config import LayerConfig
+from infer.config import LayerConfig, ModelConfig, RopeConfig
 from infer.models import blocks
 from infer.models.blocks import KV, Attend
 from infer.models.params import LayerParams, Params
@@ -45,20 +45,8 @@ def hidden_states(
         implementation: of the ops; None chooses.
     """
     config = params.config
-    with jax.named_scope("embed"):
-        x = embed(params.embed, tokens, params.dtype)
-        # The factor takes the activations' dtype first: in bfloat16 Gemma's sqrt(3072) is 55.5.
-        x = blocks.scaled(x, config.embedding_scale)
-        if params.positions is not None:
-            # A position past the table is NaN, not the last one's vector.
-            x = x + params.positions.at[positions].get(mode="fill", fill_value=jnp.nan)
-    # In order of first use, not a set: the program's text must not depend on the process's hashes,
-    # or the compilation cache on disk misses.
-    ropes = dict.fromkeys(layer.rope for layer in config.layers)
-    tables = {
-        rope: None if rope is None else rope_table(rope, config.head_dim, positions, spans)
-        for rope in ropes
-    }
+    x = embed_tokens(params, tokens, positions)
+    tables = rope_tables(config, positions, spans)
 
     # A jit inside the trace: layers of one kind are traced once and called, instead of traced
     # anew for each; XLA inlines the calls.
@@ -77,6 +65,33 @@ def hidden_states(
         x, cache = run_layer(layer, weights, x, tables[layer.rope], cache)
         new.append(cache)
     return x, tuple(new)
+
+
+def embed_tokens(
+    params: Params, tokens: Int[Array, " T"], positions: Int[Array, " T"]
+) -> Float[Array, "T D"]:
+    """Return the residual stream before the first layer; arguments as in `hidden_states`."""
+    with jax.named_scope("embed"):
+        x = embed(params.embed, tokens, params.dtype)
+        # The factor takes the activations' dtype first: in bfloat16 Gemma's sqrt(3072) is 55.5.
+        x = blocks.scaled(x, params.config.embedding_scale)
+        if params.positions is not None:
+            # A position past the table is NaN, not the last one's vector.
+            x = x + params.positions.at[positions].get(mode="fill", fill_value=jnp.nan)
+        return x
+
+
+def rope_tables(
+    config: ModelConfig, positions: Int[Array, " T"], spans: Int[Array, " T"] | None
+) -> dict[RopeConfig | None, blocks.Turn]:
+    """Return cos and sin for each kind of rotation in the model; see `hidden_states`."""
+    # In order of first use, not a set: the program's text must not depend on the process's hashes,
+    # or the compilation cache on disk misses.
+    ropes = dict.fromkeys(layer.rope for layer in config.layers)
+    return {
+        rope: None if rope is None else rope_table(rope, config.head_dim, positions, spans)
+        for rope in ropes
+    }
 
 
 def logits(
@@ -127,6 +142,27 @@ def dense_states(
     batch, length = tokens.shape
     config = params.config
 
+    attend = dense_attend(config, batch, length, implementation)
+    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
+    if spans is None:
+        spans = jnp.full(batch, length, jnp.int32)
+    x, _ = hidden_states(
+        params,
+        tokens.reshape(-1),
+        positions,
+        attend,
+        (None,) * config.num_layers,
+        jnp.repeat(spans, length),
+        implementation,
+    )
+    return x
+
+
+def dense_attend(
+    config: ModelConfig, batch: int, length: int, implementation: str | None = None
+) -> Attend[None]:
+    """Return the attention of a forward without a cache: `batch` sequences of `length` tokens."""
+
     def attend(
         layer: LayerConfig,
         q: Array,
@@ -151,16 +187,4 @@ def dense_states(
         )
         return o.reshape(q.shape), cache
 
-    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
-    if spans is None:
-        spans = jnp.full(batch, length, jnp.int32)
-    x, _ = hidden_states(
-        params,
-        tokens.reshape(-1),
-        positions,
-        attend,
-        (None,) * config.num_layers,
-        jnp.repeat(spans, length),
-        implementation,
-    )
-    return x
+    return attend

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int32
 
 from infer import native
 from infer.native.linear import ACTIVATIONS
-from infer.native.repack import FORMATS, Packed
+from infer.native.repack import Packed
 
 
 def expert_mlp(
@@ -83,7 +83,7 @@ def expert_mlp(
         up.data,
         down.data,
         *(() if residual is None else (residual,)),
-        formats=np.array([FORMATS[w.format] for w in (gate, up, down)], np.int64),
+        formats=np.array([w.number for w in (gate, up, down)], np.int64),
         width=np.int64(gate.shape[1]),
         activation=np.int64(ACTIVATIONS[activation]),
     )

@@ -19,7 +19,7 @@ from jax import Array
 from jaxtyping import Float
 
 from infer import native
-from infer.native.repack import FORMATS, Packed
+from infer.native.repack import Packed
 
 # Name -> its number in gemm.h.
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -69,7 +69,7 @@ def linear(
         call(
             x,
             *given,
-            formats=_int64s([FORMATS[w.format] for w in weights]),
+            formats=_int64s([w.number for w in weights]),
             has_bias=_int64s([b is not None for b in biases]),
             has_gain=norm_gain is not None,
             has_residual=residual is not None,
@@ -135,7 +135,7 @@ def gated_mlp(
         up.data,
         down.data,
         *(() if norm_gain is None else (norm_gain,)),
-        formats=_int64s([FORMATS[w.format] for w in (gate, up, down)]),
+        formats=_int64s([w.number for w in (gate, up, down)]),
         width=np.int64(width),
         activation=np.int64(ACTIVATIONS[activation]),
         residual=residual,

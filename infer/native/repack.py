@@ -17,9 +17,19 @@ import jax
 import numpy as np
 
 from infer import native
-from infer.native.formats import FORMATS
+from infer.native.formats import (
+    E4M3,
+    E5M2,
+    FORMATS,
+    INTEGERS,
+    INTEGERS_WITH_ZERO,
+    LEVELS,
+    planar_number,
+)
 from infer.pytree import Leaf, pytree_dataclass, static
-from infer.quant.qarray import QArray
+from infer.quant import codes
+from infer.quant.formats import PlanarFormat
+from infer.quant.qarray import QArray, scales
 
 _PANEL = 16
 # Bytes of a weight that are repacked at a time.
@@ -35,8 +45,14 @@ class Packed:
     """
 
     data: Leaf  # uint8 [(E,) ceil(out / 16), panel_bytes]
-    format: str = static(kw_only=True)  # a key of FORMATS
+    format: str = static(kw_only=True)  # a key of FORMATS, or the name of a planar format
     shape: tuple[int, ...] = static(kw_only=True)
+    planar: int = static(kw_only=True, default=0)  # of a planar format, see `planar_number`
+
+    @property
+    def number(self) -> int:
+        """What the library takes for the format."""
+        return self.planar or FORMATS[self.format]
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +77,8 @@ def repack(
             size.
     """
     library = native.library()
+    if isinstance(weight, QArray) and isinstance(weight.format, PlanarFormat):
+        return _repack_planar(library, weight, weight.format)
     if isinstance(weight, QArray):
         name, rows = weight.format.name, np.asarray(weight.data)
         if weight.format.layout != "blocks":
@@ -86,7 +104,9 @@ def repack(
     if rows.strides[-1] != rows.itemsize or rows.strides[-2] < rows.shape[-1] * rows.itemsize:
         rows = np.ascontiguousarray(rows)
     library.infer_native_panel_bytes.restype = ctypes.c_int64
-    panel_bytes = library.infer_native_panel_bytes(FORMATS[name], ctypes.c_int64(width))
+    panel_bytes = library.infer_native_panel_bytes(
+        ctypes.c_int64(FORMATS[name]), ctypes.c_int64(width)
+    )
     panels = -(-out // _PANEL)
     data = _aligned_zeros((*experts, panels, panel_bytes))
     step = _PANEL * max(1, _PIECE // (_PANEL * rows.strides[-2]))
@@ -105,6 +125,89 @@ def repack(
             if done is not None:
                 done(piece)
     return Packed(_on_cpu(data), format=name, shape=(*experts, out, width))
+
+
+def _repack_planar(library: Any, weight: QArray, format: PlanarFormat) -> Packed:
+    """Return a planar weight in panels; its scales are rounded no further.
+
+    Activations of integers are rounded to 8 bits in groups of 32, whatever the format says of them;
+    those of other codes are not rounded.
+    """
+    out, width = weight.shape
+    refusal = _planar_refusal(weight, format)
+    if refusal:
+        raise NotImplementedError(f"no native kernel for weights in {format.name}: {refusal}")
+    span = min(format.group or width, width)
+    coded = _codes(weight, format)
+    scales, common, zeros = _scales_by_row(weight, format)
+    levels = None
+    if format.code == "int":
+        kinds = INTEGERS if format.symmetric else INTEGERS_WITH_ZERO
+        kind = kinds[format.bits]
+    elif format.bits == 4:
+        kind, levels = LEVELS, np.ascontiguousarray(codes.LEVELS[format.code], np.float32)
+    else:
+        kind = E5M2 if format.code == "e5m2" else E4M3
+    # Half the bytes where nothing is lost.
+    with np.errstate(over="ignore", invalid="ignore"):
+        halved = scales.astype(np.float16)
+    half = bool((halved.astype(np.float32) == scales).all())
+    scales = np.ascontiguousarray(halved if half else scales)
+    number = planar_number(kind, span, half)
+    library.infer_native_panel_bytes.restype = ctypes.c_int64
+    size = library.infer_native_panel_bytes(ctypes.c_int64(number), ctypes.c_int64(width))
+    data = _aligned_zeros((-(-out // _PANEL), size))
+    address = lambda a: ctypes.c_void_p(None if a is None else a.ctypes.data)
+    library.infer_native_repack_planar(
+        ctypes.c_int64(number),
+        address(coded),
+        address(scales),
+        address(zeros),
+        ctypes.c_float(common),
+        address(levels),
+        out,
+        width,
+        address(data),
+    )
+    return Packed(_on_cpu(data), format=format.name, shape=(out, width), planar=number)
+
+
+def _planar_refusal(weight: QArray, format: PlanarFormat) -> str:
+    """Return why the kernels cannot do a weight, or nothing."""
+    width = weight.shape[1]
+    unit = 32 if format.code == "int" else 2
+    if weight.perm is not None:
+        return "its columns are in an order of their own (act_order without static_groups)"
+    if width % 32:
+        return f"the kernels take a width that is a multiple of 32, not {width}"
+    if format.group % unit:
+        return f"the kernels take groups that are a multiple of {unit}, not {format.group}"
+    return ""
+
+
+def _codes(weight: QArray, format: PlanarFormat) -> np.ndarray:
+    """Return the codes uint8 [out, in]; floats of 6 bits as E4M3, which holds all of them."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        data = jax.numpy.asarray(np.asarray(weight.data))
+        coded = codes.unpack(data, format.bits, weight.shape[1])
+        if format.code in ("e2m3", "e3m2"):
+            coded = codes.nearest(codes.values(coded, format.code), "e4m3")
+    return np.ascontiguousarray(coded)
+
+
+def _scales_by_row(
+    weight: QArray, format: PlanarFormat
+) -> tuple[np.ndarray, float, np.ndarray | None]:
+    """Return scales float32 [out, spans], the factor on all of them, and zero points likewise."""
+    out = weight.shape[0]
+    rows = lambda grid: np.ascontiguousarray(np.repeat(grid, format.rows or out, 0)[:out])
+    zeros = None if format.symmetric else rows(np.asarray(weight.zero))
+    if format.scale_dtype == "e4m3":
+        stored = codes.LEVELS["e4m3"][np.asarray(weight.scale)]
+        return rows(stored), float(np.asarray(weight.global_scale)), zeros
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        host = jax.tree.map(np.asarray, weight)
+        return rows(np.asarray(scales(host))), 1.0, zeros
 
 
 def _check_blocks(weight: QArray, rows: np.ndarray) -> None:

@@ -5,7 +5,9 @@ What stands around the products of a layer is fused with them where the weights 
 norm before, the gate between, the residual after.  A `Packed` weight has no plain XLA form.
 """
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 import jax.numpy as jnp
@@ -17,10 +19,31 @@ from infer.native.repack import Packed
 from infer.ops import choice
 from infer.ops.activation import gated_activation
 from infer.ops.norm import rms_norm
-from infer.quant.qarray import QArray, dequantize, take_rows
+from infer.ops.quantized import quantized_product
+from infer.quant.qarray import QArray, take_rows
 
 # Gain and epsilon of an RMSNorm; None is no norm.
 PreNorm = tuple[Array, float] | None
+
+
+_observed: contextvars.ContextVar[list[tuple[Any, Array]] | None] = contextvars.ContextVar(
+    "infer_observed", default=None
+)
+
+
+@contextlib.contextmanager
+def observing() -> Iterator[list[tuple[Any, Array]]]:
+    """Collect (weight, input [..., I]) of every product of the trace inside, in order.
+
+    For calibration: a function that returns some of what was collected stays pure, since collection
+    begins and ends inside its trace.  Weights that are `Packed` are not observed.
+    """
+    seen: list[tuple[Any, Array]] = []
+    token = _observed.set(seen)
+    try:
+        yield seen
+    finally:
+        _observed.reset(token)
 
 
 def linear(
@@ -53,13 +76,22 @@ def linear_f32(
             *x.shape[:-1], -1
         )
     choice.check_implementation(implementation)
+    seen = _observed.get()
+    if seen is not None:
+        seen.append((weight, x))
     choice.record(choice.Choice("linear", "xla", "the weights are not packed for another"))
-    w = dequantize(weight, x.dtype) if isinstance(weight, QArray) else weight.astype(x.dtype)
-    # HIGHEST: a float32 model asks for float32 products, not the GPU's TF32; other dtypes ignore
-    # it.
-    y = jnp.einsum(
-        "...i,oi->...o", x, w, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST
-    )
+    if isinstance(weight, QArray):
+        y = quantized_product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+    else:
+        # HIGHEST: a float32 model asks for float32 products, not the GPU's TF32; other dtypes
+        # ignore it.
+        y = jnp.einsum(
+            "...i,oi->...o",
+            x,
+            weight.astype(x.dtype),
+            preferred_element_type=jnp.float32,
+            precision=lax.Precision.HIGHEST,
+        )
     if bias is not None:
         y = y + bias.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))
     return y

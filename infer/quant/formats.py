@@ -1,10 +1,11 @@
-"""Every GGML type by number: its name, its block, its bytes.  No JAX in here: a file is listed
-without it.
+"""What packed bytes mean: every GGML type by number, and the law of planar formats.  No JAX in
+here: a file is listed without it.
 
 A format that is named here but has no decoder in `infer.quant.blocks` still has a size, so that a
 file that holds it opens and lists.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -43,6 +44,78 @@ class Format:
             )
         return num_weights // self.group * self.block_bytes
 
+
+@dataclass(frozen=True, kw_only=True)
+class PlanarFormat(Format):
+    """Codes, scales and zero points in arrays of their own.
+
+    A weight is `value(code) * scale`, with a zero point `(code - zero) * scale`.  The scales of
+    [out, in] are [ceil(out / rows), ceil(in / group)].
+
+    Args:
+        group: weights along the input that share a scale; 0 is the whole row.
+        rows: output rows that share a scale; 0 is all of them.
+        code: what a code means: "int", or a key of `infer.quant.codes.LEVELS`.
+        symmetric: integers only: the zero point is 2^(bits - 1), and not stored.
+        scale_dtype: "float32", "float16", "bfloat16"; "e8m0" (a power of two in a byte); "e4m3"
+            (beside one float32 for the whole matrix); "nested" (bytes under scales of their own).
+        activations: what the product does to its input: "" nothing; "int8" or "e4m3": one scale a
+            token; "int8_static" or "e4m3_static": one stored scale; "e4m3_128": one a token and 128
+            inputs; "outliers": int8, with what is 6 and more left as it is (LLM.int8()).
+    """
+
+    block_bytes: int = 0
+    layout: str = "planar"
+    rows: int = 1
+    code: str = "int"
+    symmetric: bool = True
+    scale_dtype: str = "float16"
+    activations: str = ""
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the shape of the scales of a weight (out, in)."""
+        rows, group = self.rows or shape[0], self.group or shape[1]
+        return -(-shape[0] // rows), -(-shape[1] // group)
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of a weight (out, in): codes, scales and zero points.
+
+        An order of the columns (`perm`, 4 bytes an input) and a stored scale of activations come
+        on top.
+        """
+        count = math.prod(self.grid(shape))
+        scale = {"float32": 4, "float16": 2, "bfloat16": 2}.get(self.scale_dtype, 1) * count
+        if self.scale_dtype == "e4m3":
+            scale += 4
+        if self.scale_dtype == "nested":
+            scale += 4 * -(-count // NESTED_GROUP) + 4
+        zero = 0 if self.symmetric else count
+        return shape[0] * self.row_bytes(shape[1]) + scale + zero
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits a weight costs in memory; scales of whole rows and matrices count as nothing."""
+        if not self.group:
+            return float(self.bits)
+        large = (self.group * 4096, self.group * 4096)
+        return 8 * self.num_bytes(large) / math.prod(large)
+
+    def row_bytes(self, num_weights: int) -> int:
+        """Return the bytes of the codes of a row.
+
+        Raises:
+            ValueError: they do not fill whole bytes.
+        """
+        if self.bits != 8 and num_weights % 8:
+            raise ValueError(
+                f"a row of {num_weights} codes of {self.bits} bits fills no whole bytes; use a"
+                " width that is a multiple of 8, or 8 bits"
+            )
+        return num_weights * self.bits // 8
+
+
+# Scales under one scale of their own, where they are nested (bitsandbytes' double quantisation).
+NESTED_GROUP = 256
 
 # Type number -> (name, bits of a code, weights in a block, bytes of a block).
 # Source: enum ggml_type in ggml.h and the block structs in ggml-common.h (ggml-org/ggml).

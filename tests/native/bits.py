@@ -13,6 +13,7 @@ from infer.native.experts import expert_mlp
 from infer.native.linear import gated_mlp, linear
 from infer.native.repack import repack
 from infer.native.sample import logsumexp, sample
+from infer.quant.methods import FP8, NF4, RTN
 from tests.native.weights import FORMATS, random_experts, random_rows, random_weight
 
 
@@ -42,6 +43,9 @@ def results() -> dict[str, list[np.ndarray]]:
         weights = jnp.asarray(rng.random((150, 3), np.float32))
         y = expert_mlp(rows, jnp.asarray(ids), weights, *experts, "silu", residual=rows)
         results[f"expert_mlp {name}"] = [y]
+    for method in (RTN(bits=3, group_size=64, symmetric=False), RTN(bits=8), NF4(), FP8()):
+        w = repack(method.pack(jnp.asarray(random_rows(100, 256, seed=7))))
+        results[f"linear {method}"] = list(linear(x, (w,)))
     logits = jnp.asarray(np.random.default_rng(6).standard_normal((6, 9000), np.float32) * 4)
     results["logsumexp"] = [logsumexp(logits)]
     of = lambda *values: jnp.asarray(values, jnp.float32)

@@ -6,6 +6,7 @@ Each call is a good one with up to three things wrong.  A line goes out before e
 last line of a process that died says what killed it.  The exit code is 1 if a wrong call ran.
 """
 
+import ctypes
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer import native
-from infer.native.formats import FORMATS
+from infer.native.formats import FORMATS, LEVELS, planar_number
 
 # Bytes of 16 rows of one block, and its width: gemm.h.
 _BLOCKS = {
@@ -66,9 +67,19 @@ def _weight(
     rng: np.random.Generator, out: int, width: int, experts: int = 0
 ) -> tuple[np.ndarray, int]:
     """Return a packed weight of random bytes, or those of experts, and the number of its format."""
+    lead = [experts] if experts else []
+    if rng.integers(3) == 0:
+        kind = int(rng.integers(11, 26))
+        unit = 2 if kind >= LEVELS else 32
+        span = unit * int(rng.integers(1, width // unit + 1))
+        number = planar_number(kind, span, bool(rng.integers(2)))
+        library = native.library()
+        library.infer_native_panel_bytes.restype = ctypes.c_int64
+        size = library.infer_native_panel_bytes(ctypes.c_int64(number), ctypes.c_int64(width))
+        return rng.integers(0, 256, (*lead, -(-out // 16), size), np.uint8), number
     name = rng.choice([n for n, (_, block) in _BLOCKS.items() if width % block == 0])
     size, block = _BLOCKS[name]
-    shape = (*([experts] if experts else []), -(-out // 16), width // block * size)
+    shape = (*lead, -(-out // 16), width // block * size)
     return rng.integers(0, 256, shape, np.uint8), FORMATS[name]
 
 

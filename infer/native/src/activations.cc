@@ -109,7 +109,7 @@ void do_hidden(const Kernels& k, const Weight& gate, const Weight& up, Activatio
       ups[kRowBlock * kGroup];
   for (bool is_gate : {true, false}) {
     const Weight& w = is_gate ? gate : up;
-    k.panels(w.format, w.panel(2 * group), w.panel(2 * group + 1), x, row, count, tiles[0],
+    k.panels(w, w.panel(2 * group), w.panel(2 * group + 1), x, row, count, tiles[0],
              tiles[1]);
     for (int i = 0; i < 2 * count; ++i) {
       std::copy_n(tiles[i % 2] + kPanel * (i / 2), kPanel, (is_gate ? gates : ups) + kPanel * i);
@@ -123,7 +123,7 @@ void do_pair(const Kernels& k, const Product& p, const Rows& x, int row, int cou
   alignas(64) float tiles[2][kRowBlock * kPanel];
   const Weight& w = p.weight;
   const bool two = 2 * pair + 1 < w.panels();
-  k.panels(w.format, w.panel(2 * pair), two ? w.panel(2 * pair + 1) : nullptr, x, row, count,
+  k.panels(w, w.panel(2 * pair), two ? w.panel(2 * pair + 1) : nullptr, x, row, count,
            tiles[0], tiles[1]);
   for (int j = 0; j < (two ? 2 : 1); ++j) {
     const int column = (2 * pair + j) * kPanel, n = std::min(kPanel, w.out - column);
@@ -172,17 +172,22 @@ ffi::Error check_x(const ffi::AnyBuffer& x, int& rows, int& in) {
 
 ffi::Error check_weight(const char* name, const ffi::AnyBuffer& data, int64_t format, int64_t out,
                         int64_t in, Weight& weight, int64_t experts) {
-  if (format < 0 || format >= kFormats) {
+  const Spec spec(format);
+  const Format f = spec.format;
+  if (format < 0 || (format & 255) >= kFormats || (!is_planar(f) && format >= kFormats)) {
     return invalid("%s has the format %lld; formats are 0 to %d", name,
                    static_cast<long long>(format), kFormats - 1);
   }
-  const Format f = static_cast<Format>(format);
+  if (is_planar(f) && (spec.span < 1 || spec.span > in || spec.span % span_unit(f) != 0)) {
+    return invalid("%s has a scale for each %lld inputs of %lld; it must be a multiple of %d", name,
+                   static_cast<long long>(spec.span), static_cast<long long>(in), span_unit(f));
+  }
   if (in % block_width(f) != 0 || out < 1 || out > 1 << 28) {
     return invalid("%s is [%lld, %lld], and its format has blocks of %d along the input", name,
                    static_cast<long long>(out), static_cast<long long>(in), block_width(f));
   }
   const int64_t panels = (out + kPanel - 1) / kPanel;
-  const int64_t bytes = panel_bytes(f, in);
+  const int64_t bytes = panel_bytes(spec, in);
   const bool fits = experts > 0 ? has_shape(data, {experts, panels, bytes})
                                 : has_shape(data, {panels, bytes});
   if (data.element_type() != ffi::U8 || !fits) {
@@ -192,8 +197,13 @@ ffi::Error check_weight(const char* name, const ffi::AnyBuffer& data, int64_t fo
                    static_cast<long long>(in), lead.c_str(), static_cast<long long>(panels),
                    static_cast<long long>(bytes));
   }
-  weight = {f, static_cast<const uint8_t*>(data.untyped_data()), static_cast<int>(out),
-            static_cast<int>(in)};
+  weight = {f,
+            static_cast<const uint8_t*>(data.untyped_data()),
+            static_cast<int>(out),
+            static_cast<int>(in),
+            bytes,
+            static_cast<int>(spec.span),
+            spec.half};
   return ffi::Error::Success();
 }
 

@@ -131,7 +131,7 @@ struct Operands {
   int tokens = 0, in = 0, k = 0, experts = 0, width = 0;
 
   Weight of(Weight first, int expert) const {
-    first.data += static_cast<int64_t>(expert) * first.panels() * panel_bytes(first.format, first.in);
+    first.data += static_cast<int64_t>(expert) * first.panels() * first.bytes;
     return first;
   }
 };

@@ -115,7 +115,7 @@ void tiles_panel(const uint8_t* p, const Rows& x, int row, int count, float* y) 
 
 // Rows that fill no tile go as with AVX512.
 template <typename F>
-void tiles_panels(const uint8_t* a, const uint8_t* b, const Rows& x, int row, int count, float* ya,
+void tiles_panels(const Weight& w, const uint8_t* a, const uint8_t* b, const Rows& x, int row, int count, float* ya,
                   float* yb) {
   const int full = count / kTileRows * kTileRows;
   if (full > 0) {
@@ -124,11 +124,11 @@ void tiles_panels(const uint8_t* a, const uint8_t* b, const Rows& x, int row, in
   }
   if (count > full) {
     float* rest = b != nullptr ? yb + kPanel * full : nullptr;
-    quant_panels<F>(a, b, x, row + full, count - full, ya + kPanel * full, rest);
+    quant_panels<F>(w, a, b, x, row + full, count - full, ya + kPanel * full, rest);
   }
 }
 
-constexpr Panels kTilesPanels[kFormats] = {
+constexpr Panels kTilesPanels[] = {
     float_panels<Format::kF32>,
     float_panels<Format::kF16>,
     float_panels<Format::kBf16>,
@@ -142,9 +142,11 @@ constexpr Panels kTilesPanels[kFormats] = {
     tiles_panels<BlockQ6K>,
 };
 
-void panels_amx(Format format, const uint8_t* a, const uint8_t* b, const Rows& x, int row,
+void panels_amx(const Weight& w, const uint8_t* a, const uint8_t* b, const Rows& x, int row,
                 int count, float* ya, float* yb) {
-  kTilesPanels[static_cast<int>(format)](a, b, x, row, count, ya, yb);
+  const auto number = static_cast<int>(w.format);
+  const bool planar = is_planar(w.format);  // runs of groups of any length: as with AVX512
+  (planar ? kPanels : kTilesPanels)[number](w, a, b, x, row, count, ya, yb);
 }
 
 inline constexpr Kernels kAmxKernels{prepare, prepare_group, panels_amx,     finish,

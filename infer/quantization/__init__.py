@@ -1,0 +1,6 @@
+"""Quantising a model: `quantize(params, method_or_recipe, calibration)`, a pytree for a pytree."""
+
+from infer.quantization.driver import quantize
+from infer.quantization.recipe import Recipe
+
+__all__ = ["Recipe", "quantize"]

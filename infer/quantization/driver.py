@@ -1,0 +1,330 @@
+"""`quantize`: layer by layer, so that floats of one layer are there beside the model.
+
+The calibration text runs through the layers that are already quantised, so that each layer makes up
+for the errors of those before it.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from infer.config import LayerConfig, ModelConfig
+from infer.errors import ConfigError
+from infer.models import decoder
+from infer.models.params import LayerParams, Params
+from infer.native.repack import Packed
+from infer.quant import rtn
+from infer.quant.gptq import gptq
+from infer.quant.methods import AWQ, GPTQ, RTN, Method, SmoothQuant
+from infer.quant.qarray import QArray, dequantize
+from infer.quantization import awq, scaling
+from infer.quantization.observe import Seen, observe_all, run
+from infer.quantization.recipe import MATRICES, Recipe, readers, scaled_inputs
+
+logger = logging.getLogger(__name__)
+
+# Tokens that run through a layer at a time, and that AWQ's search reads.
+_BATCH_TOKENS = 4096
+# Tenfold from the method's damping, where the Hessian cannot be factorised.
+_DAMPINGS = (1.0, 10.0, 100.0)
+
+
+def quantize(
+    params: Params,
+    method: Method | Mapping[str, Method | None] | Recipe,
+    calibration: Any = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Params:
+    """Return `params` with matrices quantised; nothing of `params` changes.
+
+    Deterministic: equal arguments give equal bytes.  Matrices that are packed already (QArray) are
+    decoded a layer at a time.
+
+    Args:
+        params: weights.
+        method: for all matrices of all layers, or a recipe of patterns (`Recipe`).
+        calibration: token ids [N, S], sequences of text that is like what the model will be used
+            for; needed by GPTQ, AWQ and SmoothQuant.
+        progress: called with (layers done, layers in all).
+
+    Raises:
+        ConfigError: a pattern that matches nothing, a group that does not divide a weight, weights
+            that are not finite or cannot be decoded, too little calibration text, a Hessian that
+            stays singular.
+    """
+    config = params.config
+    _check_decodable(params)
+    methods = Recipe.of(method).methods(_shapes(params))
+    calibrated = any(m.calibrated for m in methods.values())
+    scaled = [scaled_inputs(config, methods, i) for i in range(config.num_layers)]
+    xs, batch, turns = [], 1, {}
+    if calibrated:
+        tokens = _checked_tokens(params, calibration, methods)
+        xs, batch, turns = _embedded(params, tokens)
+    elif calibration is not None:
+        raise ConfigError(
+            "calibration is given, and no method of this recipe looks at activations; leave it out"
+        )
+    layers = []
+    for i, (layer, weights) in enumerate(zip(config.layers, params.layers, strict=True)):
+        mine = {m: methods[f"layers.{i}.{m}"] for m in MATRICES if f"layers.{i}.{m}" in methods}
+        if mine:
+            turn = turns.get(layer.rope)
+            floats = _floats(weights, f"layers.{i}", mine)
+            new = _quantize_layer(config, layer, batch, i, floats, mine, scaled[i], xs, turn)
+            # What has no method keeps its form, unless a scale was folded into it.
+            kept = {
+                m: getattr(weights, m)
+                for m in MATRICES
+                if m not in mine and getattr(new, m) is getattr(floats, m)
+            }
+            weights = dataclasses.replace(new, **kept)
+        xs = [run(config, layer, batch, weights, x, turns.get(layer.rope)) for x in xs]
+        layers.append(weights)
+        if progress is not None:
+            progress(i + 1, config.num_layers)
+    outer = {
+        name: _pack(methods[name], name, _float(name, getattr(params, name)))
+        for name in ("embed", "lm_head")
+        if name in methods
+    }
+    return dataclasses.replace(params, layers=tuple(layers), **outer)
+
+
+# ---- What is asked ------------------------------------------------------------------------------
+
+
+def _matrices(params: Params) -> dict[str, Any]:
+    """Return the matrices by path."""
+    found = {"embed": params.embed}
+    if params.lm_head is not None:
+        found["lm_head"] = params.lm_head
+    for i, layer in enumerate(params.layers):
+        for name in MATRICES:
+            if getattr(layer, name) is not None:
+                found[f"layers.{i}.{name}"] = getattr(layer, name)
+    return found
+
+
+def _shapes(params: Params) -> dict[str, tuple[int, int]]:
+    return {path: (w.shape[0], w.shape[1]) for path, w in _matrices(params).items()}
+
+
+def _check_decodable(params: Params) -> None:
+    if any(isinstance(w, Packed) for w in _matrices(params).values()):
+        raise ConfigError(
+            "the weights are packed for the CPU's native operations, in an order that is not"
+            " decoded; load the model with packed='blocks' (GGUF) or packed=False"
+        )
+
+
+def _checked_tokens(params: Params, calibration: Any, methods: Mapping[str, Method]) -> np.ndarray:
+    names = sorted({type(m).__name__ for m in methods.values() if m.calibrated})
+    if calibration is None:
+        raise ConfigError(
+            f"{' and '.join(names)} look at activations; pass calibration=token ids [N, S], for"
+            " example 64 sequences of 512 tokens of text like that of your use"
+        )
+    tokens = np.asarray(calibration)
+    if tokens.ndim != 2 or 0 in tokens.shape or not np.issubdtype(tokens.dtype, np.integer):
+        raise ConfigError(
+            f"calibration is {tokens.dtype}{list(tokens.shape)}; pass integer token ids [N, S]"
+        )
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= params.config.num_tokens:
+        raise ConfigError(
+            f"calibration has ids from {low} to {high}; the model knows 0 to"
+            f" {params.config.num_tokens - 1}: was it encoded with another tokenizer?"
+        )
+    if tokens.shape[1] > params.config.max_context:
+        raise ConfigError(
+            f"calibration has sequences of {tokens.shape[1]} tokens, and the model's context is"
+            f" {params.config.max_context}; cut them"
+        )
+    shapes = _shapes(params)
+    widest = max(
+        (shapes[path][1] for path, m in methods.items() if isinstance(_rounding(m), GPTQ)),
+        default=64,
+    )
+    if tokens.size < widest:
+        raise ConfigError(
+            f"calibration has {tokens.size} tokens, and inputs of {widest} channels need at least"
+            f" as many (128 sequences of 512 are usual); give more text"
+        )
+    return tokens
+
+
+def _rounding(method: Method) -> Method:
+    """Return the method that finds the codes."""
+    return method.weights if isinstance(method, SmoothQuant) else method
+
+
+def _embedded(params: Params, tokens: np.ndarray) -> tuple[list[Array], int, dict[Any, Any]]:
+    """Return the embedded sequences in batches [T, D], sequences a batch, and rotations by kind."""
+    length = tokens.shape[1]
+    batch = max(1, min(len(tokens), _BATCH_TOKENS // length))
+    while len(tokens) % batch:  # one compiled shape
+        batch -= 1
+    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
+    spans = jnp.full(positions.shape, length, jnp.int32)
+    embed = jax.jit(decoder.embed_tokens)
+    xs = [
+        embed(params, jnp.asarray(part.reshape(-1), jnp.int32), positions)
+        for part in tokens.reshape(-1, batch, length)
+    ]
+    return xs, batch, decoder.rope_tables(params.config, positions, spans)
+
+
+def _float(path: str, weight: Any) -> Array:
+    """Return a matrix as float32; NaN and infinity are refused."""
+    w = dequantize(weight) if isinstance(weight, QArray) else jnp.asarray(weight, jnp.float32)
+    if not bool(jnp.isfinite(w).all()):
+        raise ConfigError(
+            f"{path} has weights that are NaN or infinite, and no scale fits them; the file is"
+            " damaged, or its dtype too small for it"
+        )
+    return w
+
+
+def _floats(weights: LayerParams, path: str, methods: Mapping[str, Method]) -> LayerParams:
+    """Return the layer with its matrices as float32."""
+    return dataclasses.replace(
+        weights,
+        **{
+            name: _float(f"{path}.{name}", getattr(weights, name))
+            for name in MATRICES
+            if getattr(weights, name) is not None
+        },
+    )
+
+
+# ---- A layer ------------------------------------------------------------------------------------
+
+
+def _quantize_layer(
+    config: ModelConfig,
+    layer: LayerConfig,
+    batch: int,
+    index: int,
+    w: LayerParams,
+    methods: Mapping[str, Method],
+    scaled: Mapping[str, Method],
+    xs: Sequence[Array],
+    turn: Any,
+) -> LayerParams:
+    """Return the layer with its matrices packed."""
+    seen: dict[str, Seen] = {}
+    if any(m.calibrated for m in methods.values()):
+        seen = dict(observe_all(config, layer, batch, w, list(xs), turn))
+        for name, method in scaled.items():
+            if scaling.can_scale(config, name):
+                s = _scale(config, layer, batch, name, method, w, xs[0], turn, seen[name])
+                if s is not None:
+                    w = scaling.scale_input(config, w, name, s)
+                    seen[name] = seen[name].divided(s)
+    packed = {}
+    for name, matrices in readers(config).items():
+        for m in matrices:
+            if m in methods:
+                path = f"layers.{index}.{m}"
+                packed[m] = _round(methods[m], path, m, getattr(w, m), seen.get(name))
+    return dataclasses.replace(w, **packed)
+
+
+def _scale(
+    config: ModelConfig,
+    layer: LayerConfig,
+    batch: int,
+    name: str,
+    method: Method,
+    w: LayerParams,
+    x: Array,
+    turn: Any,
+    seen: Seen,
+) -> Array | None:
+    """Return the scale of an input, None if it stays as it is."""
+    if isinstance(method, SmoothQuant):
+        if name not in ("attn", "mlp"):
+            return None
+        weights = [getattr(w, m) for m in readers(config)[name]]
+        return scaling.smooth_scale(seen.most, weights, method.alpha)
+    assert isinstance(method, AWQ)
+    return awq.search_scale(config, layer, batch, name, method, w, x, turn, seen)
+
+
+def _round(method: Method, path: str, matrix: str, w: Array, seen: Seen | None) -> QArray:
+    """Return one matrix packed by its method."""
+    if isinstance(method, SmoothQuant):
+        assert seen is not None
+        inner = _round(method.weights, path, matrix, w, seen)
+        act = jnp.maximum(seen.most.max(), 1e-5) / 127 if method.static else None
+        format = method.format_for((w.shape[0], w.shape[1]))
+        return dataclasses.replace(inner, act_scale=act, format=format)
+    if isinstance(method, GPTQ):
+        assert seen is not None
+        return _gptq(method, path, w, seen)
+    if isinstance(method, AWQ) and method.clip and matrix not in ("q", "k"):
+        assert seen is not None
+        clip = awq.search_clip(method, w, seen.gram)
+        return _checked(path, _pack_int(method, w, clip))
+    if isinstance(method, AWQ):
+        return _checked(path, _pack_int(method, w, jnp.float32(1)))
+    return _pack(method, path, w)
+
+
+def _gptq(method: GPTQ, path: str, w: Array, seen: Seen) -> QArray:
+    gram = seen.gram * (2 / seen.count)
+    for factor in _DAMPINGS:
+        packed, ok = gptq(
+            w,
+            gram,
+            jnp.float32(method.damping * factor),
+            format=method.format_for((w.shape[0], w.shape[1])),
+            convention=method.convention,
+            act_order=method.act_order,
+            static_groups=method.static_groups,
+        )
+        if bool(ok):
+            return _checked(path, packed)
+        logger.warning(
+            "%s: the Hessian with damping %g has no factor; trying ten times as much",
+            path,
+            method.damping * factor,
+        )
+    raise ConfigError(
+        f"{path}: the Hessian stays singular with damping {method.damping * _DAMPINGS[-1]:g}; give"
+        " more, or more varied, calibration text, or a larger damping"
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("method",))
+def _pack_int(method: RTN, w: Array, clip: Array) -> QArray:
+    return rtn.quantize_int(w, method.format_for((w.shape[0], w.shape[1])), method.convention, clip)
+
+
+@functools.partial(jax.jit, static_argnames=("method",))
+def _packed(method: Method, w: Array) -> QArray:
+    return method.pack(w)
+
+
+def _pack(method: Method, path: str, w: Array) -> QArray:
+    return _checked(path, _packed(method, w))
+
+
+def _checked(path: str, packed: QArray) -> QArray:
+    """Refuse scales that their dtype cannot hold."""
+    scale = packed.scale
+    if hasattr(scale, "dtype") and jnp.issubdtype(scale.dtype, jnp.floating):
+        if not bool(jnp.isfinite(scale).all()):
+            raise ConfigError(
+                f"{path}: its scales are beyond {scale.dtype}; use scale_dtype='float32'"
+            )
+    return packed
