@@ -1,13 +1,14 @@
 """Quality, bytes and speed of every quantisation method on a model.
 
     python benchmarks/quantisation.py --model smollm2-135m --save
-    python benchmarks/quantisation.py --model smollm2-135m --speed --methods "RTN 4" "FP8 E4M3" --save
+    python benchmarks/quantisation.py --speed --methods "RTN 4" "FP8 E4M3" --save
     python benchmarks/quantisation.py --write-docs
 
-A method is quantised and its divergence from the float32 model is measured on the built-in texts: a
+A method is quantised and its divergence from the float32 model is measured on built-in texts: a
 JSON line each, which `--save` appends to a file.  `--methods` names some; without it those that the
-file has not yet are run.  `--speed` times them in the CPU's native operations instead.  `--write-docs` makes
-the tables and the plot of docs/quantisation.md from the files.  See benchmarks/README.md.
+file has not yet are run.  `--speed` times them in the CPU's native operations instead.
+`--write-docs` makes the tables and the plot of docs/quantisation.md from the files.  See
+benchmarks/README.md.
 """
 
 import argparse

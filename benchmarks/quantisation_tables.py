@@ -83,9 +83,9 @@ def table(lines: Lines, speeds: dict[str, dict[str, float]]) -> str:
     rows += [
         "",
         f"Float32 takes {first['float_bytes'] / 1e6:.0f} MB; its perplexity is "
-        f"{first['overall']['base_perplexity']:.2f} "
-        f"({', '.join(bases)}). {first['overall']['num_windows']} windows of "
-        f"{first['context']} tokens, the second half of each scored. MB: the whole model; embedding and head stay in float32. Speeds are times "
+        f"{first['overall']['base_perplexity']:.2f} ({', '.join(bases)}). "
+        f"{first['overall']['num_windows']} windows of {first['context']} tokens, the second half "
+        "of each scored. MB: the whole model; embedding and head stay in float32. Speeds are times "
         "those of float32 in the same native operations (medians of rounds in turns).",
     ]
     return "\n".join(rows)
