@@ -23,7 +23,7 @@ from infer.models.params import Params
 from infer.native.repack import Packed, repack
 from infer.weights.folder_config import describe
 from infer.weights.load import HEADROOM, floats_in_panels, uses_panels
-from infer.weights.packed_folder import read_params
+from infer.weights.packed_folder import read_params, with_one
 from infer.weights.safetensors import FLOATS, TensorInfo
 from infer.weights.shards import SafetensorsFolder
 from infer.weights.slots import Progress, Slot, check_tensors, plan, read_plan, slots_of
@@ -173,7 +173,7 @@ def _read(source: CanonicalTensors, slot: Slot, dtype: Any, panels: bool) -> jax
         source.release(slot.tensor)
         return leaf
     if source.layout.norm_plus_one and slot.field.endswith("norm"):
-        values = values.astype(np.float32) + np.float32(1)
+        values = with_one(values)
     if values.dtype == np.float64:
         values = values.astype(np.float32)
     # A copy: a view of the file would change, or end the process, when the file does.

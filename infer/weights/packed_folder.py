@@ -204,13 +204,13 @@ def _without_one(values: np.ndarray) -> np.ndarray:
     wide = values.astype(np.float64)
     for dtype in (values.dtype, np.dtype(np.float32)):
         less = (wide - 1).astype(dtype)
-        if np.array_equal(_with_one(less).astype(values.dtype), values):
+        if np.array_equal(with_one(less).astype(values.dtype), values):
             return less
     return wide - 1
 
 
-def _with_one(values: np.ndarray) -> np.ndarray:
-    """Return 1 + w as the loader does: in float32, or in float64 where the file has that."""
+def with_one(values: np.ndarray) -> np.ndarray:
+    """Return 1 + w as loaders do: in float32, or in float64 where the file has that."""
     wide = np.float64 if values.dtype == np.float64 else np.float32
     return values.astype(wide) + wide(1)
 
@@ -408,7 +408,7 @@ def _read_float(
         files.release(slot.tensor)
         return leaf
     if layout.norm_plus_one and slot.field.endswith("norm"):
-        values = _with_one(values)
+        values = with_one(values)
     if values.dtype == np.float64:
         values = values.astype(np.float32)
     leaf = jnp.array(values, copy=True).astype(dtype)

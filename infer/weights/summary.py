@@ -46,6 +46,23 @@ class TypeTotal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Quantisation:
+    """What a folder of `infer.save` says of its packed weights.
+
+    Attributes:
+        formats: by name, field by field.
+        stayed: matrices in floats, with their dtype.
+        bits_per_weight: of packed weights, scales included.
+        calibration: of which text, or None.
+    """
+
+    formats: Mapping[str, Mapping[str, Any]]
+    stayed: Mapping[str, str]
+    bits_per_weight: float
+    calibration: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """A model file in numbers; None is what the file does not say.
 
@@ -75,6 +92,7 @@ class Summary:
     tokenizer: str | None
     pre_tokenizer: str | None
     chat_template: bool
+    quantisation: Quantisation | None = None
 
     @property
     def num_layers(self) -> int:
