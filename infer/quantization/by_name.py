@@ -41,6 +41,15 @@ _INTEGERS = ("bits", "group_size", "symmetric", "convention", "scale_dtype", "ac
 _DEFAULT_GROUPS = (128, 64, 32)
 _FLAGS = ("symmetric", "act_order", "static_groups", "clip", "double", "static")
 _NUMBERS = ("damping", "alpha")
+_WORDS = (
+    "convention",
+    "scale_dtype",
+    "activations",
+    "rounding",
+    "code",
+    "granularity",
+    "scale_rule",
+)
 
 
 def _smoothquant(*, rounding: str = "rtn", **options: Any) -> SmoothQuant:
@@ -105,12 +114,23 @@ def method_of(name: str, options: Mapping[str, Any], widths: Iterable[int] = ())
             raise ConfigError(f"{key} is {value!r:.40}; use true or false")
         if key == "bits" and type(value) is not int:
             raise ConfigError(f"bits is {value!r:.40}; use 8, 6, 5, 4, 3 or 2")
+        if key == "group_size" and not _is_group(value):
+            raise ConfigError(
+                f"group_size is {value!r:.40}; use a number of weights (8 or more), 'channel' or"
+                " 'tensor'"
+            )
+        if key in _WORDS and not isinstance(value, str):
+            raise ConfigError(f"{key} is {value!r:.40}; use a word in quotes")
         if key in _NUMBERS and type(value) not in (int, float):
             raise ConfigError(f"{key} is {value!r:.40}; use a number")
     values = {**named.fixed, **options}
     if named.make in (RTN, GPTQ, AWQ) and "group_size" not in values:
         values["group_size"] = default_group(widths)
     return named.make(**values)
+
+
+def _is_group(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, str) and value in ("channel", "tensor"))
 
 
 def default_group(widths: Iterable[int]) -> GroupSize:

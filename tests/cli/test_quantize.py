@@ -43,7 +43,7 @@ def test_a_calibrated_method_from_text_to_folder(
 ) -> None:
     out = tmp_path / "new" / "m"
     asked = ["--method", "gptq", "--group-size", "16", "--act-order", "--calibration", str(text)]
-    asked += ["--calibration-tokens", "512", "--seq-len", "64", "--out", str(out), "--json"]
+    asked += ["--calibration-tokens", "512", "--seq-len", "256", "--out", str(out), "--json"]
     assert main(["quantize", str(source), *asked]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -59,7 +59,7 @@ def test_a_calibrated_method_from_text_to_folder(
         "of": "text",
         "sha256": hashlib.sha256(TEXT.encode()).hexdigest(),
         "num_tokens": 512,
-        "num_sequences": 8,
+        "num_sequences": 2,
     }
     assert found["file_bytes"] == (out / "model.safetensors").stat().st_size
     assert found["bytes_after"] < found["bytes_before"]
@@ -69,9 +69,7 @@ def test_a_calibrated_method_from_text_to_folder(
     assert sum(leaf.nbytes for leaf in _leaves(params)) == found["bytes_after"]
     with SafetensorsFile.open(out / "model.safetensors") as file:
         mark = fingerprint.Fingerprint.from_json(file.metadata[fingerprint.METADATA_KEY])
-    # All of what was used is in the text; shingles that cross two sequences are not.
-    hashes = fingerprint.text_hashes(TEXT)
-    assert fingerprint.share_in(hashes, mark) > 0.5
+    assert fingerprint.share_in(fingerprint.text_hashes(TEXT), mark) > 0.99
     assert fingerprint.share_in(fingerprint.text_hashes(TEXT[::-1]), mark) == 0
 
     assert main(["info", str(out), "--json"]) == 0

@@ -63,6 +63,7 @@ def test_names_and_options(name: str, options: dict, method: quant.Method) -> No
         ("gptq", {"act_order": 1}, "act_order is 1; use true or false"),
         ("gptq", {"damping": "x"}, "damping is 'x'; use a number"),
         ("rtn", {"group_size": []}, r"group_size is \[\]; use a number of weights"),
+        ("fp8", {"code": ["e4m3"]}, r"code is \['e4m3'\]; use a word"),
         ("smoothquant", {"rounding": "awq"}, "rounding is 'awq'; use 'rtn' or 'gptq'"),
         ("smoothquant", {"damping": 0.1}, "damping needs rounding 'gptq'"),
     ],

@@ -263,7 +263,7 @@ TENSORS = {
                       rf"{Q}: .*scale is float32 \[32, 2\]; it must be float16 \[32, 2\]"),
     "another shape": (lambda a: a.update({f"{Q}.data": a[f"{Q}.data"][:, :8]}),
                       rf"{Q}: .*data is uint8 \[32, 8\]; it must be uint8 \[32, 16\]"),
-    "a part is missing": (lambda a: a.pop(f"{Q}.zero") and None, rf"{Q}: .*zero is missing"),
+    "a part is missing": (lambda a: a.pop(f"{Q}.zero") is None, rf"{Q}: .*zero is missing"),
     "no data": (lambda a: a.pop(f"{Q}.data") is None, rf"{Q}: data is missing"),
     "a part too many": (lambda a: a.update({f"{Q}.global_scale": np.float32(1)}),
                         rf"{Q}: .*global_scale has no place"),
