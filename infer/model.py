@@ -18,7 +18,7 @@ from infer.compiling import give_back_memory
 from infer.config import ModelConfig
 from infer.errors import ConfigError
 from infer.generation import GenerationResult, TextStream, generate, stream
-from infer.models.params import Params
+from infer.models.params import Params, weight_form
 from infer.sampling import SamplingParams
 from infer.tokenizer import Tokenizer
 from infer.weights import bundled, hub
@@ -46,9 +46,10 @@ class Model:
 
     def __repr__(self) -> str:
         c = self.config
+        weights, dtype = weight_form(self.params), self.params.dtype.name
         return (
             f"Model({self.name!r}: {c.family}, {c.num_layers} layers, width {c.hidden_size}, "
-            f"{self.params.dtype})"
+            f"{dtype}{'' if weights == dtype else f', weights {weights}'})"
         )
 
     @property
@@ -107,7 +108,8 @@ def load(
         packed: keep matrices as they are in the file: least memory.  On a CPU with native
             operations those multiply them so, quantised ones with activations rounded to 8 bits,
             and others unrounded; elsewhere it is for quantised ones, and means "blocks": the file's
-            own blocks, which plain XLA decodes inside the program.  None is True where native
+            own blocks, which plain XLA decodes inside the program.  Weights of `save` are packed in any
+            case, and True repacks them for the native operations.  None is True where native
             operations are there, else False.
         revision: of a hub id: a branch, tag or commit.
         progress: called with (bytes done, bytes in all) while weights are read.

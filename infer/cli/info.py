@@ -227,8 +227,10 @@ def _experts_text(report: dict[str, Any]) -> str:
 def _quantisation_lines(found: dict[str, Any], num_layers: int) -> list[str]:
     lines = []
     for name, format in found["formats"].items():
-        lines.append(f"  quantised      {printable(name)}: {_format_text(format)}")
-    lines.append(f"                 {found['bits_per_weight']:.3f} bits a weight, scales included")
+        bits = found["bits_per_weight"][name]
+        lines.append(
+            f"  quantised      {printable(name)}: {_format_text(format)}; {bits:.3f} bits a weight"
+        )
     stayed = _by_pattern(found["stayed"], num_layers)
     lines += [f"  stays          {printable(name)} ({kind})" for name, kind in stayed.items()]
     used = found["calibration"]

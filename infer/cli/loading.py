@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from infer import native
 from infer.cli.implementation import say_what_is_missing
 from infer.cli.progress import progress_bars
 from infer.progress import counting_bar
+from infer.errors import ConfigError
 from infer.weights import bundled, hub
 
 
@@ -27,8 +29,10 @@ def use_compilation_cache() -> None:
 def load_model(
     model: str,
     dtype: str | None = None,
-    packed: bool | str | None = None,
+    packed: bool | None = None,
     implementation: str | None = None,
+    *,
+    decodable: bool = False,
     quantize: str | None = None,
 ) -> tuple[Any, float]:
     """Return the loaded model and the seconds it took, a download not counted.
@@ -38,35 +42,43 @@ def load_model(
     Args:
         model: what the user named.
         dtype: of `infer.load`.
-        packed: of `infer.load`; None is False where another implementation than "native" is forced,
-            which cannot read the native operations' weights; "blocks" is False for a folder, which
-            has none.
+        packed: of `infer.load`.  Where another implementation than "native" is forced, which cannot
+            read the native operations' weights, None is False, and True keeps a GGUF file's blocks.
         implementation: what will run it, or None.
+        decodable: the weights are to be quantised: a GGUF file's blocks, or floats, whatever
+            `packed` says.
         quantize: a method's short name (`infer.quantization.by_name.short`) for the matrices of all
             layers, or None.
+
+    Raises:
+        NotImplementedError: "native" is forced, and there are no native operations.
+        ConfigError: weights of a folder are to be packed for an implementation that cannot read
+            them.
     """
     import infer
 
-    if quantize is not None:
-        packed = "blocks"  # what the native operations read is not decoded
-    if implementation in (None, "native"):
+    form: bool | str | None = packed
+    if implementation == "native":
+        if reason := native.why_not():
+            raise NotImplementedError(f"--implementation native: {reason}")
+    elif implementation is None:
         say_what_is_missing()
-    elif packed is None:
-        packed = False
+    else:
+        form = _packed_for(implementation, model) if packed else False
     with progress_bars() as update:
         if model in bundled.known_models():
             bundled.pull(model, progress=update)
         elif not Path(model).expanduser().exists() and hub.parse(model) is not None:
             model = str(hub.pull(model, progress=update))
         start = time.perf_counter()
-        if packed == "blocks" and Path(model).expanduser().is_dir():
-            packed = False
-        options: dict[str, Any] = {"packed": packed}
+        if decodable or quantize is not None:
+            form = False if Path(model).expanduser().is_dir() else "blocks"
+        options: dict[str, Any] = {"packed": form}
         if update is not None:
             options["progress"] = lambda done, total: update("load", done, total)
         loaded = infer.load(model, dtype=dtype, **options)
     if quantize is not None:
-        loaded = _quantized(loaded, quantize)
+        loaded = _quantized(loaded, quantize, implementation)
     return loaded, time.perf_counter() - start
 
 
@@ -77,11 +89,15 @@ def check_name(quantize: str) -> None:
     by_name.short(quantize)
 
 
-def _quantized(loaded: Any, name: str) -> Any:
-    """Return the model with the matrices of its layers quantised; say so on standard error."""
+def _quantized(loaded: Any, name: str, implementation: str | None) -> Any:
+    """Return the model with the matrices of its layers quantised, in the order of the CPU's native
+    operations where those run it; say so on standard error.
+    """
     import dataclasses
 
     import infer
+    from infer.backend import default_platform
+    from infer.models import panels
     from infer.quantization import by_name
     from infer.quantization.report import report, widths
 
@@ -95,4 +111,18 @@ def _quantized(loaded: Any, name: str) -> Any:
         f" {made.bytes_before / 1e6:,.1f} MB before, {made.bytes_after / 1e6:,.1f} MB after",
         file=sys.stderr,
     )
+    if implementation in (None, "native") and default_platform() == "cpu" and native.by_default():
+        params = panels.repack(params)
     return dataclasses.replace(loaded, params=params)
+
+
+def _packed_for(implementation: str, model: str) -> str:
+    """Return the form of packed weights that another implementation than "native" reads."""
+    path = Path(model).expanduser()
+    hub_id = not path.exists() and hub.parse(model) is not None and path.suffix != ".gguf"
+    if model not in bundled.known_models() and (path.is_dir() or hub_id):
+        raise ConfigError(
+            f"--packed with --implementation {implementation}: {model} is a folder, whose weights "
+            "only native operations read packed; leave one of the two options out"
+        )
+    return "blocks"

@@ -196,7 +196,7 @@ def run(
     if calibration is not None and not needs:
         raise ConfigError("--calibration is for gptq, awq and smoothquant; leave it out")
     text = None if calibration is None else _read(calibration)
-    loaded, load_s = load_model(model, dtype, "blocks", "xla")
+    loaded, load_s = load_model(model, dtype, implementation="xla", decodable=True)
     start = time.perf_counter()
     recipe = ask(widths(loaded.params))
     tokens = record = None

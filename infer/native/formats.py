@@ -14,3 +14,19 @@ FORMATS = {
     "Q5_K": 9,
     "Q6_K": 10,
 }
+
+# Planar formats: integers by bits, without and with a zero point; 16 levels; 8-bit floats.
+INTEGERS = {2: 11, 3: 12, 4: 13, 5: 14, 6: 15, 8: 16}
+INTEGERS_WITH_ZERO = {2: 17, 3: 18, 4: 19, 5: 20, 6: 21, 8: 22}
+LEVELS, E4M3, E5M2 = 23, 24, 25
+
+
+def planar_number(kind: int, span: int, half: bool) -> int:
+    """Return what the library takes for a planar format.
+
+    Args:
+        kind: of the above.
+        span: inputs that share a scale.
+        half: whether scales are float16, else float32.
+    """
+    return kind | half << 8 | span << 16

@@ -107,14 +107,15 @@ def logical_tensors(
 
 
 def _quantisation(form: PackedForm, tensors: list[LogicalTensor]) -> Quantisation:
-    packed = [t for t in tensors if t.name in form.weights]
-    weights = sum(math.prod(t.shape) for t in packed)
+    found = totals([t for t in tensors if t.name in form.weights])
     return Quantisation(
         formats={format.name: to_json(format) for format in form.weights.values()},
         stayed={
             t.name: t.type_name for t in tensors if t.name not in form.weights and len(t.shape) == 2
         },
-        bits_per_weight=8 * sum(t.nbytes for t in packed) / max(weights, 1),
+        bits_per_weight={
+            name: 8 * total.num_bytes / max(total.params, 1) for name, total in found.items()
+        },
         calibration=form.calibration,
     )
 

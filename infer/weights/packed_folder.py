@@ -6,6 +6,7 @@ or one in another order, and one of them is packed, each of them has that name a
 `model.layers.0.self_attn.qkv_proj.weight.q`, in the order in which the model is run.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -228,7 +229,7 @@ def read_params(
     packed: bool,
     progress: Progress | None,
 ) -> Params:
-    """Return the weights of a folder of this form; packed ones bit for bit.
+    """Return the weights of a folder of this form; packed ones bit for bit, or repacked.
 
     Args:
         files: its open files.
@@ -236,8 +237,9 @@ def read_params(
         config: what the model is.
         form: what config.json says of packed weights.
         dtype: of float weights.
-        packed: float matrices go into the order of the CPU's native operations, where there are
-            some; packed ones stay as they are.
+        packed: on a CPU with native operations weights go into the order in which those read them,
+            packed ones as far as there are kernels for their format; else packed ones stay as they
+            are.
         progress: called with (bytes done, bytes in all).
 
     Raises:
@@ -270,7 +272,7 @@ def read_params(
             share = math.prod(place.slot.shape) / math.prod(files.tensors[place.slot.tensor].shape)
             done += files.tensors[place.slot.tensor].nbytes * share
         else:
-            leaves.append(_read_packed(place, files))
+            leaves.append(_read_packed(place, files, panels))
             done += _packed_bytes(place, files)
         if progress is not None:
             progress(round(done), total)
@@ -383,7 +385,7 @@ def _packed_bytes(place: _Place, files: SafetensorsFolder) -> int:
     return sum(files.tensors[n].nbytes for n in _part_names(place.slot.tensor, files).values())
 
 
-def _read_packed(place: _Place, files: SafetensorsFolder) -> QArray:
+def _read_packed(place: _Place, files: SafetensorsFolder, panels: bool) -> QArray | Packed:
     assert place.format is not None
     parts = {}
     for part, name in _part_names(place.slot.tensor, files).items():
@@ -396,7 +398,11 @@ def _read_packed(place: _Place, files: SafetensorsFolder) -> QArray:
         parts[part] = jnp.array(values, copy=True)
         parts[part].block_until_ready()  # so that one tensor is on its way at a time
         files.release(name)
-    return _assembled(parts, place.format, place.slot.shape)
+    weight = _assembled(parts, place.format, place.slot.shape)
+    if panels:
+        with contextlib.suppress(NotImplementedError):
+            return repack(weight)
+    return weight
 
 
 def _read_float(

@@ -52,13 +52,13 @@ class Quantisation:
     Attributes:
         formats: by name, field by field.
         stayed: matrices in floats, with their dtype.
-        bits_per_weight: of packed weights, scales included.
+        bits_per_weight: of each format's weights, scales included.
         calibration: of which text, or None.
     """
 
     formats: Mapping[str, Mapping[str, Any]]
     stayed: Mapping[str, str]
-    bits_per_weight: float
+    bits_per_weight: Mapping[str, float]
     calibration: Mapping[str, Any] | None
 
 

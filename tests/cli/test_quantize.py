@@ -77,7 +77,7 @@ def test_a_calibrated_method_from_text_to_folder(
     assert said["tensor_types"]["INT4-G16"] == {
         "tensors": 14, "params": weights, "bytes": size,
     }  # fmt: skip
-    assert said["quantisation"]["bits_per_weight"] == found["bits_per_weight"]
+    assert said["quantisation"]["bits_per_weight"] == {"INT4-G16": found["bits_per_weight"]}
     assert said["quantisation"]["calibration"] == found["calibration"]
     assert said["quantisation"]["stayed"] == {"model.embed_tokens.weight": "F32"}
     assert said["quantisation"]["formats"]["INT4-G16"]["group"] == 16

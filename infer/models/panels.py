@@ -1,0 +1,43 @@
+"""A model's packed weights in the order in which the CPU's native operations read them."""
+
+import dataclasses
+from typing import Any
+
+from infer import native
+from infer.models.params import Params
+from infer.native.repack import repack as repack_weight
+from infer.quant.qarray import QArray
+
+
+def repack(params: Params) -> Params:
+    """Return `params` with every QArray that has a native kernel repacked for the CPU.
+
+    The same codes and scales, so that what is computed differs only by what the operations do to
+    activations (docs/cpu.md).  Weights without a kernel, and floats, stay as they are.  Repacked
+    weights are not decoded again: quantise, convert or save before this.
+
+    Args:
+        params: weights, known on the host.
+
+    Raises:
+        NotImplementedError: the native operations cannot be used here.
+    """
+    native.library()
+    layer = lambda w: dataclasses.replace(
+        w, **{f.name: _repacked(getattr(w, f.name)) for f in dataclasses.fields(w)}
+    )
+    return dataclasses.replace(
+        params,
+        embed=_repacked(params.embed),
+        lm_head=_repacked(params.lm_head),
+        layers=tuple(layer(w) for w in params.layers),
+    )
+
+
+def _repacked(weight: Any) -> Any:
+    if not isinstance(weight, QArray):
+        return weight
+    try:
+        return repack_weight(weight)
+    except NotImplementedError:
+        return weight
