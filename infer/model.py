@@ -108,8 +108,8 @@ def load(
         packed: keep matrices as they are in the file: least memory.  On a CPU with native
             operations those multiply them so, quantised ones with activations rounded to 8 bits,
             and others unrounded; elsewhere it is for quantised ones, and means "blocks": the file's
-            own blocks, which plain XLA decodes inside the program.  Weights of `save` are packed in any
-            case, and True repacks them for the native operations.  None is True where native
+            own blocks, which plain XLA decodes inside the program.  What `save` wrote packed stays
+            so in any case; True repacks it for the native operations.  None is True where native
             operations are there, else False.
         revision: of a hub id: a branch, tag or commit.
         progress: called with (bytes done, bytes in all) while weights are read.

@@ -38,7 +38,9 @@ def info(
     found, files = summary_of(path)
     report = report_of(model, files, found, context)
     params = {name: total.params for name, total in found.types.items()}
-    report["runs_here"] = implementation.runs_here(params)
+    said = found.quantisation
+    planar = {} if said is None else {name: name not in said.in_xla for name in said.formats}
+    report["runs_here"] = implementation.runs_here(params, planar)
     if chip is not None:
         report["chip"] = chip_report(found, hardware.get_chip(chip), report["context"])
     print(json.dumps(report) if as_json else text_of(report))

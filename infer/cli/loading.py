@@ -9,8 +9,8 @@ from typing import Any
 from infer import native
 from infer.cli.implementation import say_what_is_missing
 from infer.cli.progress import progress_bars
-from infer.progress import counting_bar
 from infer.errors import ConfigError
+from infer.progress import counting_bar
 from infer.weights import bundled, hub
 
 

@@ -9,8 +9,10 @@ from typing import Any
 from infer.errors import ConfigError, WeightFormatError
 from infer.model_files import ModelFolder, shown
 from infer.models.checkpoint import HFConfig
+from infer.native.formats import FORMATS, planar_refusal
 from infer.plan.shape import AttentionShape
 from infer.quant.format_json import to_json
+from infer.quant.formats import Format, PlanarFormat
 from infer.tokenizer.folder import chat_templates
 from infer.weights import packed_form
 from infer.weights.folder_config import describe, read_config
@@ -31,7 +33,7 @@ def summarise_folder(path: Path) -> Summary:
     text = hf.section("text_config") or hf
     with SafetensorsFolder.open(folder) as files:
         form = packed_form.of_config(hf.values, hf.where)
-        tensors = logical_tensors(files.tensors, form)
+        tensors, names = logical_tensors(files.tensors, form), set(files.tensors)
     layers = _layers(folder, text, len(tensors))
     sliding = [layer.window for layer in layers if layer.window is not None]
     num_params = sum(math.prod(t.shape) for t in tensors)
@@ -60,7 +62,7 @@ def summarise_folder(path: Path) -> Summary:
         tokenizer="tokenizer.json" if folder.member("tokenizer.json") else None,
         pre_tokenizer=None,
         chat_template=bool(chat_templates(folder)),
-        quantisation=None if form is None else _quantisation(form, tensors),
+        quantisation=None if form is None else _quantisation(form, tensors, names),
     )
 
 
@@ -106,8 +108,10 @@ def logical_tensors(
     ]
 
 
-def _quantisation(form: PackedForm, tensors: list[LogicalTensor]) -> Quantisation:
-    found = totals([t for t in tensors if t.name in form.weights])
+def _quantisation(form: PackedForm, tensors: list[LogicalTensor], names: set[str]) -> Quantisation:
+    """Return what a folder's form says; `names` are those of its files' tensors."""
+    packed = [t for t in tensors if t.name in form.weights]
+    found = totals(packed)
     return Quantisation(
         formats={format.name: to_json(format) for format in form.weights.values()},
         stayed={
@@ -117,7 +121,18 @@ def _quantisation(form: PackedForm, tensors: list[LogicalTensor]) -> Quantisatio
             name: 8 * total.num_bytes / max(total.params, 1) for name, total in found.items()
         },
         calibration=form.calibration,
+        in_xla=tuple(
+            sorted({t.type_name for t in packed if not _has_kernel(t, form.weights[t.name], names)})
+        ),
     )
+
+
+def _has_kernel(tensor: LogicalTensor, format: Format, names: set[str]) -> bool:
+    """Return whether the CPU's native operations multiply a packed weight."""
+    if not isinstance(format, PlanarFormat):
+        return format.name in FORMATS and tensor.shape[1] % 32 == 0
+    ordered = f"{tensor.name}.perm" in names
+    return not planar_refusal(format.code, format.group, tensor.shape[1], ordered)
 
 
 def _layers(folder: ModelFolder, text: HFConfig, num_tensors: int) -> tuple[AttentionShape, ...]:

@@ -54,12 +54,14 @@ class Quantisation:
         stayed: matrices in floats, with their dtype.
         bits_per_weight: of each format's weights, scales included.
         calibration: of which text, or None.
+        in_xla: formats of weights for which the CPU's native operations have no kernel.
     """
 
     formats: Mapping[str, Mapping[str, Any]]
     stayed: Mapping[str, str]
     bits_per_weight: Mapping[str, float]
     calibration: Mapping[str, Any] | None
+    in_xla: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
