@@ -33,7 +33,7 @@ def summarise_folder(path: Path) -> Summary:
     text = hf.section("text_config") or hf
     with SafetensorsFolder.open(folder) as files:
         form = packed_form.of_config(hf.values, hf.where)
-        tensors, names = logical_tensors(files.tensors, form), set(files.tensors)
+        tensors, in_files = logical_tensors(files.tensors, form), set(files.tensors)
     layers = _layers(folder, text, len(tensors))
     sliding = [layer.window for layer in layers if layer.window is not None]
     num_params = sum(math.prod(t.shape) for t in tensors)
@@ -62,7 +62,7 @@ def summarise_folder(path: Path) -> Summary:
         tokenizer="tokenizer.json" if folder.member("tokenizer.json") else None,
         pre_tokenizer=None,
         chat_template=bool(chat_templates(folder)),
-        quantisation=None if form is None else _quantisation(form, tensors, names),
+        quantisation=None if form is None else _quantisation(form, tensors, in_files),
     )
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,8 +32,8 @@ def test_repacked_on_loading_and_what_has_no_kernel_stays(tmp_path: Path) -> Non
     loaded = infer.load(tmp_path / "m", packed=True).params
     assert isinstance(loaded.layers[0].q, Packed) and isinstance(loaded.layers[1].down, Packed)
     assert isinstance(loaded.layers[0].down, QArray)
-    ids = np.arange(24, dtype=np.int32)[None] * 7
-    have, want = (np.asarray(decoder.forward(p, ids)) for p in (loaded, packed))
+    ids = jnp.arange(24, dtype=jnp.int32)[None] * 7
+    have, want = (np.asarray(decoder.forward(p, ids))[..., :267] for p in (loaded, packed))
     # Activations are rounded to 8 bits.
     assert np.abs(have - want).max() < 0.05 * np.abs(want).max()
     found, files = summary_of(tmp_path / "m")
