@@ -1,15 +1,18 @@
 """Quality, bytes and speed of every quantisation method on a model.
 
     python benchmarks/quantisation.py --model smollm2-135m --save
+    python benchmarks/quantisation.py --speed --methods "RTN 4" "FP8 E4M3" --save
     python benchmarks/quantisation.py --write-docs
 
-A method is quantised, its divergence from the float32 model is measured on the built-in texts, and
-its speed in the CPU's native operations; a JSON line each, which `--save` appends to a file.
-`--methods` names some; without it those that the file has not yet are run.  `--write-docs` makes
-the tables and the plot of docs/quantisation.md from the files.  See benchmarks/README.md.
+A method is quantised and its divergence from the float32 model is measured on built-in texts: a
+JSON line each, which `--save` appends to a file.  `--methods` names some; without it those that the
+file has not yet are run.  `--speed` times them in the CPU's native operations instead.
+`--write-docs` makes the tables and the plot of docs/quantisation.md from the files.  See
+benchmarks/README.md.
 """
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -94,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = methods()
     target = RESULTS / f"quantisation-{options.model}.json"
     done = (
-        {json.loads(line)["method"] for line in target.read_text().splitlines()}
+        {json.loads(line).get("method") for line in target.read_text().splitlines()}
         if (target.exists())
         else set()
     )
@@ -102,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(f"no method {unknown[0]!r}; there are {', '.join(known)}")
-    for line in measured(options, {name: known[name] for name in names[: options.most]}):
+    asked = {name: known[name] for name in names[: options.most]}
+    for line in [speeds(options, asked)] if options.speed else measured(options, asked):
         print(json.dumps(line), flush=True)
         if options.save:
             with open(target, "a", encoding="utf-8") as out:
@@ -115,7 +119,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="smollm2-135m")
     p.add_argument("--methods", nargs="*", help="rows [default: those that are missing]")
     p.add_argument("--most", type=int, help="rows of this run at most")
-    p.add_argument("--no-speed", action="store_true", help="quality only")
+    p.add_argument("--speed", action="store_true", help="time the methods instead, in turns")
+    p.add_argument("--rounds", type=int, default=5, help="of --speed")
     p.add_argument("--save", action="store_true", help="append to results/quantisation-MODEL.json")
     p.add_argument("--write-docs", action="store_true", help="tables from the files, no run")
     return p
@@ -130,7 +135,6 @@ def measured(options: argparse.Namespace, asked: dict[str, Any]) -> Iterator[dic
     model = infer.load(options.model)
     texts = {name: windows_of(model.tokenizer, read_text(name)) for name in TEXTS}
     calibration = calibration_of(model.tokenizer)
-    base_speed = None if options.no_speed else speeds(model.params)
     names = list(asked)
     for start in range(0, len(names), SHARED):
         lines, models = [], []
@@ -155,8 +159,6 @@ def measured(options: argparse.Namespace, asked: dict[str, Any]) -> Iterator[dic
                 "context": CONTEXT,
                 "calibration_tokens": calibration.size if method.calibrated else 0,
             }
-            if base_speed is not None:
-                line |= {"float_speed": base_speed, "speed": speeds(q)}
             lines.append(line)
             models.append(decoded(q))
         for line, figures in zip(lines, qualities(model.params, models, texts), strict=True):
@@ -272,27 +274,72 @@ def bits_of_layers(params: Any) -> float:
     return round(8 * sum(w.nbytes for w in found) / weights, 4)
 
 
-def speeds(params: Any, rounds: int = 3) -> dict[str, float]:
-    """Return tokens a second: prompt of 512, decode at batch 1 and at batch 32."""
+def speeds(options: argparse.Namespace, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return tokens a second of each method and of float32, one after the other in each round, and
+    their ratios: a prompt of 512, decode at batch 1 and at batch 32.
+    """
     import infer
     from infer.models.panels import repack
+    from infer.quantization import quantize
 
-    packed = repack(params)
+    model = infer.load(options.model)
+    packed = {"float32": repack(model.params, floats=True)}
+    embed = packed["float32"].embed
+    for name, method in asked.items():
+        # The codes do not matter here: what is calibrated is rounded to nearest.
+        q = quantize(model.params, nearest(method))
+        packed[name] = dataclasses.replace(repack(q), embed=embed)
     ids = np.random.default_rng(0).integers(100, 20_000, (32, PROMPT))
-    cases: dict[str, tuple[int, int]] = {"1": (1, PROMPT), "32": (32, 16)}
-    found: dict[str, list[float]] = {"prefill": [], "decode_1": [], "decode_32": []}
-    for _round in range(rounds + 1):
-        for case, (batch, length) in cases.items():
-            out = infer.generate(
-                packed,
-                ids[:batch, :length].tolist(),
-                sampling=infer.SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True),
-            )
-            if _round:
-                found[f"decode_{case}"].append(out.stats["decode_tokens_per_s"])
-                if batch == 1:
-                    found["prefill"].append(out.stats["prefill_tokens_per_s"])
-    return {name: round(float(np.median(each)), 1) for name, each in found.items()}
+    found: dict[str, dict[str, list[float]]] = {
+        name: {"prefill": [], "decode_1": [], "decode_32": []} for name in packed
+    }
+    for turn in range(options.rounds + 1):
+        for name, params in packed.items():
+            for batch, length in ((1, PROMPT), (32, 16)):
+                out = infer.generate(
+                    params,
+                    ids[:batch, :length].tolist(),
+                    sampling=infer.SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True),
+                )
+                if turn:  # the first round compiles
+                    found[name][f"decode_{batch}"].append(out.stats["decode_tokens_per_s"])
+                    if batch == 1:
+                        found[name]["prefill"].append(out.stats["prefill_tokens_per_s"])
+    medians = {
+        name: {what: round(float(np.median(each)), 1) for what, each in of.items()}
+        for name, of in found.items()
+    }
+    base = found["float32"]
+    ratios = {
+        name: {
+            what: round(float(np.median(np.array(of[what]) / np.array(base[what]))), 3)
+            for what in of
+        }
+        for name, of in found.items()
+    }
+    return {
+        "benchmark": "quantisation-speed",
+        "model": options.model,
+        "date": str(datetime.date.today()),
+        "cpu": platform.machine(),
+        "cores": os.cpu_count(),
+        "versions": versions(),
+        "rounds": options.rounds,
+        "tokens_per_s": medians,
+        "ratios": ratios,
+    }
+
+
+def nearest(method: Any) -> Any:
+    """Return the method of the same format that looks at no activations."""
+    from infer.quant.methods import RTN, SmoothQuant
+
+    if isinstance(method, SmoothQuant):
+        return dataclasses.replace(method.weights, activations="int8")
+    if not method.calibrated:
+        return method
+    fields = {f.name: getattr(method, f.name) for f in dataclasses.fields(RTN)}
+    return RTN(**fields)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infer import eval
+    from infer import eval, quant, quantization
     from infer.backend import backends, use_backend
     from infer.compiling import compile_stats
     from infer.config import ModelConfig
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
         stream,
     )
     from infer.llm import LLM
-    from infer.model import Model, load
+    from infer.model import Model, load, save
     from infer.models.params import Params
     from infer.outputs import CompletionOutput, Logprob, RequestOutput
     from infer.quant import QArray
+    from infer.quantization import quantize
     from infer.sampling import SamplingParams, SamplingState
     from infer.tokenizer import Tokenizer
     from infer.weights.bundled import pull
@@ -68,14 +69,16 @@ _HOME = {
     "load": "infer.model",
     "load_state": "infer.generation",
     "pull": "infer.weights.bundled",
+    "quantize": "infer.quantization",
     "sampling_state": "infer.generation",
+    "save": "infer.model",
     "save_state": "infer.generation",
     "score": "infer.generation",
     "stream": "infer.generation",
     "use_backend": "infer.backend",
 }
 # Rooms that are public as a whole.
-_ROOMS = ("eval",)
+_ROOMS = ("eval", "quant", "quantization")
 __all__ = [*sorted(_HOME), *_ROOMS, "__version__"]
 
 

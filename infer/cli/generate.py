@@ -12,7 +12,7 @@ import typer
 from infer import native
 from infer.cli.batch import Batch
 from infer.cli.interrupt import interruptible
-from infer.cli.loading import load_model, use_compilation_cache
+from infer.cli.loading import check_name, load_model, use_compilation_cache
 from infer.cli.options import (
     DtypeOption,
     ImplementationOption,
@@ -80,12 +80,24 @@ def generate(
     implementation: ImplementationOption = None,
     dtype: DtypeOption = None,
     packed: PackedOption = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="Quantise after loading, without calibration: rtn8 to rtn2 (rtn4-g32), int8, "
+            "llm-int8, fp8, nf4, fp4, mxfp4, mxfp6, mxfp8, nvfp4."
+        ),
+    ] = None,
 ) -> None:
     """Generate text from prompts; the text goes to standard output, figures to standard error."""
     if logprobs and not as_json:
         raise ValueError("--logprobs needs --json")
     if prompts and batch_file is not None:
         raise ValueError("give prompts or --batch-file, not both")
+    if quantize is not None:
+        if packed is not None:
+            raise ConfigError("--packed keeps the file's own weights, --quantize packs others")
+        check_name(quantize)
+    load = lambda: load_model(model, dtype, packed, value_of(implementation), quantize=quantize)
     batch = None if batch_file is None else read_batch(batch_file)
     given = {
         "num_slots": num_slots,
@@ -110,7 +122,7 @@ def generate(
             "seed": seed,
         }
         job = Batch(*batch, out=out, model=model, defaults=given, as_json=as_json)
-        job.run(lambda: load_model(model, dtype, packed, value_of(implementation)), options)
+        job.run(load, options)
         return
     if out is not None:
         raise ConfigError(
@@ -128,7 +140,7 @@ def generate(
         seed=seed,
     )
     sampling = [sampling_params(base, prompt) for prompt in todo]
-    loaded, load_s = load_model(model, dtype, packed, value_of(implementation))
+    loaded, load_s = load()
     given = model_prompts(loaded, [prompt.text for prompt in todo], chat)
     if len(todo) == 1 and not as_json and sys.stdout.isatty():
         pieces = loaded.stream(given[0], sampling=sampling[0], **options)

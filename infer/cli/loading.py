@@ -1,6 +1,7 @@
 """Loading for the commands that run a model: compilation cache, download, progress, time taken."""
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from infer import native
 from infer.cli.implementation import say_what_is_missing
 from infer.cli.progress import progress_bars
 from infer.errors import ConfigError
+from infer.progress import counting_bar
 from infer.weights import bundled, hub
 
 
@@ -29,6 +31,9 @@ def load_model(
     dtype: str | None = None,
     packed: bool | None = None,
     implementation: str | None = None,
+    *,
+    decodable: bool = False,
+    quantize: str | None = None,
 ) -> tuple[Any, float]:
     """Return the loaded model and the seconds it took, a download not counted.
 
@@ -40,6 +45,10 @@ def load_model(
         packed: of `infer.load`.  Where another implementation than "native" is forced, which cannot
             read the native operations' weights, None is False, and True keeps a GGUF file's blocks.
         implementation: what will run it, or None.
+        decodable: the weights are to be quantised: a GGUF file's blocks, or floats, whatever
+            `packed` says.
+        quantize: a method's short name (`infer.quantization.by_name.short`) for the matrices of all
+            layers, or None.
 
     Raises:
         NotImplementedError: "native" is forced, and there are no native operations.
@@ -62,11 +71,49 @@ def load_model(
         elif not Path(model).expanduser().exists() and hub.parse(model) is not None:
             model = str(hub.pull(model, progress=update))
         start = time.perf_counter()
+        if decodable or quantize is not None:
+            form = False if Path(model).expanduser().is_dir() else "blocks"
         options: dict[str, Any] = {"packed": form}
         if update is not None:
             options["progress"] = lambda done, total: update("load", done, total)
         loaded = infer.load(model, dtype=dtype, **options)
+    if quantize is not None:
+        loaded = _quantized(loaded, quantize, implementation)
     return loaded, time.perf_counter() - start
+
+
+def check_name(quantize: str) -> None:
+    """Refuse a short name that is of no method, before anything is loaded."""
+    from infer.quantization import by_name
+
+    by_name.short(quantize)
+
+
+def _quantized(loaded: Any, name: str, implementation: str | None) -> Any:
+    """Return the model with the matrices of its layers quantised, in the order of the CPU's native
+    operations where those run it; say so on standard error.
+    """
+    import dataclasses
+
+    import infer
+    from infer.backend import default_platform
+    from infer.models import panels
+    from infer.quantization import by_name
+    from infer.quantization.report import report, widths
+
+    method = by_name.short(name, widths(loaded.params))
+    with counting_bar("layers", loaded.config.num_layers) as count:
+        step = None if count is None else lambda done, total: count(done)
+        params = infer.quantize(loaded.params, method, progress=step)
+    made = report(loaded.params, params)
+    print(
+        f"infer: {', '.join(made.packed)}, {made.bits_per_weight:.3f} bits a weight in the layers;"
+        f" {made.bytes_before / 1e6:,.1f} MB before, {made.bytes_after / 1e6:,.1f} MB after",
+        file=sys.stderr,
+    )
+    if implementation in (None, "native") and default_platform() == "cpu" and native.by_default():
+        params = panels.repack(params)
+    return dataclasses.replace(loaded, params=params)
 
 
 def _packed_for(implementation: str, model: str) -> str:

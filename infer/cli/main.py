@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from infer.cli import bench, chat, convert, eval, generate, info, models
+from infer.cli import bench, chat, convert, eval, generate, info, models, quantize
 from infer.errors import CapacityError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -45,6 +45,7 @@ app.command("pull")(models.pull)
 app.command("models")(models.models)
 app.command("info")(info.info)
 app.command("convert")(convert.convert)
+app.command("quantize")(quantize.quantize)
 app.command("bench")(bench.bench)
 app.add_typer(eval.app, name="eval")
 

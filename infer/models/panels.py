@@ -9,7 +9,7 @@ from infer.native.repack import repack as repack_weight
 from infer.quant.qarray import QArray
 
 
-def repack(params: Params) -> Params:
+def repack(params: Params, floats: bool = False) -> Params:
     """Return `params` with every QArray that has a native kernel repacked for the CPU.
 
     The same codes and scales, so that what is computed differs only by what the operations do to
@@ -18,24 +18,26 @@ def repack(params: Params) -> Params:
 
     Args:
         params: weights, known on the host.
+        floats: repack float matrices too.
 
     Raises:
         NotImplementedError: the native operations cannot be used here.
     """
     native.library()
+    change = lambda weight: _repacked(weight, floats)
     layer = lambda w: dataclasses.replace(
-        w, **{f.name: _repacked(getattr(w, f.name)) for f in dataclasses.fields(w)}
+        w, **{f.name: change(getattr(w, f.name)) for f in dataclasses.fields(w)}
     )
     return dataclasses.replace(
         params,
-        embed=_repacked(params.embed),
-        lm_head=_repacked(params.lm_head),
+        embed=change(params.embed),
+        lm_head=change(params.lm_head),
         layers=tuple(layer(w) for w in params.layers),
     )
 
 
-def _repacked(weight: Any) -> Any:
-    if not isinstance(weight, QArray):
+def _repacked(weight: Any, floats: bool) -> Any:
+    if not isinstance(weight, QArray) and not (floats and getattr(weight, "ndim", 0) == 2):
         return weight
     try:
         return repack_weight(weight)

@@ -30,3 +30,22 @@ def planar_number(kind: int, span: int, half: bool) -> int:
         half: whether scales are float16, else float32.
     """
     return kind | half << 8 | span << 16
+
+
+def planar_refusal(code: str, group: int, width: int, ordered: bool) -> str:
+    """Return why the kernels cannot do a planar weight, or nothing.
+
+    Args:
+        code: what its codes mean: "int", or floats and levels.
+        group: inputs that share a scale, 0 for all.
+        width: inputs.
+        ordered: whether its columns are in an order of their own.
+    """
+    unit = 32 if code == "int" else 2
+    if ordered:
+        return "its columns are in an order of their own (act_order without static_groups)"
+    if width % 32:
+        return f"the kernels take a width that is a multiple of 32, not {width}"
+    if group % unit:
+        return f"the kernels take groups that are a multiple of {unit}, not {group}"
+    return ""

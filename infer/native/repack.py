@@ -25,6 +25,7 @@ from infer.native.formats import (
     INTEGERS_WITH_ZERO,
     LEVELS,
     planar_number,
+    planar_refusal,
 )
 from infer.pytree import Leaf, pytree_dataclass, static
 from infer.quant import codes
@@ -134,7 +135,7 @@ def _repack_planar(library: Any, weight: QArray, format: PlanarFormat) -> Packed
     those of other codes are not rounded.
     """
     out, width = weight.shape
-    refusal = _planar_refusal(weight, format)
+    refusal = planar_refusal(format.code, format.group, width, weight.perm is not None)
     if refusal:
         raise NotImplementedError(f"no native kernel for weights in {format.name}: {refusal}")
     span = min(format.group or width, width)
@@ -170,19 +171,6 @@ def _repack_planar(library: Any, weight: QArray, format: PlanarFormat) -> Packed
         address(data),
     )
     return Packed(_on_cpu(data), format=format.name, shape=(out, width), planar=number)
-
-
-def _planar_refusal(weight: QArray, format: PlanarFormat) -> str:
-    """Return why the kernels cannot do a weight, or nothing."""
-    width = weight.shape[1]
-    unit = 32 if format.code == "int" else 2
-    if weight.perm is not None:
-        return "its columns are in an order of their own (act_order without static_groups)"
-    if width % 32:
-        return f"the kernels take a width that is a multiple of 32, not {width}"
-    if format.group % unit:
-        return f"the kernels take groups that are a multiple of {unit}, not {format.group}"
-    return ""
 
 
 def _codes(weight: QArray, format: PlanarFormat) -> np.ndarray:
