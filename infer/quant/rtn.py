@@ -243,7 +243,7 @@ def quantize_nvfp4(w: Float[Array, "O I"], format: PlanarFormat) -> QArray:
     most = jnp.abs(blocks_of(w, format)).max((2, 3))
     whole = most.max() / np.float32(6 * 448)
     whole = jnp.where(whole == 0, jnp.float32(1), whole)
-    scale = codes.nearest(most / 6 / whole, "e4m3")
+    scale = codes.nearest(most / (np.float32(6) * whole), "e4m3")
     value = codes.values(scale, "e4m3") * whole
     value = jnp.where(value == 0, jnp.float32(1), value)
     q = codes.nearest(w / spread(value, format, _matrix(w)), "e2m1")
