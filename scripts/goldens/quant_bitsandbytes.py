@@ -1,7 +1,7 @@
 """Golden NF4, FP4 and int8 of bitsandbytes on CPU.
 
-    pip install --no-deps bitsandbytes==0.50.2      # beside torch on CPU and numpy
-    python scripts/goldens/quant_bitsandbytes.py tests/data/quant/bitsandbytes.npz
+pip install --no-deps bitsandbytes==0.50.2      # beside torch on CPU and numpy
+python scripts/goldens/quant_bitsandbytes.py tests/data/quant/bitsandbytes.npz
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Golden integers and 8-bit floats of compressed-tensors on CPU.
 
-    pip install --no-deps compressed-tensors==0.20.1 loguru pydantic   # beside torch on CPU
-    python scripts/goldens/quant_compressed_tensors.py tests/data/quant/compressed_tensors.npz
+pip install --no-deps compressed-tensors==0.20.1 loguru pydantic   # beside torch on CPU
+python scripts/goldens/quant_compressed_tensors.py tests/data/quant/compressed_tensors.npz
 """
 
 import sys

@@ -51,7 +51,7 @@ def gptq_case() -> tuple[np.ndarray, np.ndarray]:
     w = rng.standard_normal((16, 256)).astype(np.float32)
     mix = 0.1 * rng.standard_normal((256, 256)) + np.diag(np.exp(rng.standard_normal(256)))
     x = rng.standard_normal((600, 256)) @ mix
-    x[:, 5] = 0
+    x[:, 5] = w[:, 5] = 0  # and no scale sees its weights
     return w, (2 / 600 * x.T @ x).astype(np.float32)
 
 

@@ -1,7 +1,7 @@
 """Golden NVFP4 of NVIDIA's ModelOpt on CPU.
 
-    pip install --no-deps nvidia-modelopt==0.47.0      # beside torch on CPU and numpy
-    python scripts/goldens/quant_modelopt.py tests/data/quant/modelopt.npz
+pip install --no-deps nvidia-modelopt==0.47.0      # beside torch on CPU and numpy
+python scripts/goldens/quant_modelopt.py tests/data/quant/modelopt.npz
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Golden microscaling formats and NVFP4 of torchao on CPU.
 
-    pip install --no-deps torchao==0.18.0      # beside torch on CPU and numpy
-    python scripts/goldens/quant_torchao.py tests/data/quant/torchao.npz
+pip install --no-deps torchao==0.18.0      # beside torch on CPU and numpy
+python scripts/goldens/quant_torchao.py tests/data/quant/torchao.npz
 """
 
 import sys

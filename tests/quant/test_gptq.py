@@ -45,7 +45,7 @@ def reference(
     weights when its block of columns begins.
     """
     w, h = w.astype(np.float64), h.astype(np.float64)
-    out, width = w.shape
+    width = w.shape[1]
     group = format.group or width
     dead = np.diag(h) == 0
     h[dead, dead] = 1
@@ -104,9 +104,7 @@ def output_error(w: np.ndarray, x: np.ndarray, q: np.ndarray) -> float:
         (512, 256, 4, True, "no_clipping", False, False),  # groups of two blocks
     ],
 )
-def test_gptq_is_the_papers_in_float64(
-    width, group, bits, symmetric, convention, ordered, static
-):
+def test_gptq_is_the_papers_in_float64(width, group, bits, symmetric, convention, ordered, static):
     w, x, h = case(width)
     format = rtn.int_format(bits, group, symmetric=symmetric, scale_dtype="float32")
     q = run(w, h, format, convention=convention, act_order=ordered, static_groups=static)
@@ -166,9 +164,7 @@ def test_a_singular_hessian_is_said_not_hidden():
         jnp.asarray(w), jnp.asarray(ones), jnp.float32(1e-12), format=rtn.int_format(4, 64)
     )
     assert not bool(ok)
-    q, ok = gptq(
-        jnp.asarray(w), jnp.asarray(ones), jnp.float32(0.01), format=rtn.int_format(4, 64)
-    )
+    q, ok = gptq(jnp.asarray(w), jnp.asarray(ones), jnp.float32(0.01), format=rtn.int_format(4, 64))
     assert bool(ok) and np.isfinite(np.asarray(dequantize(q))).all()
 
 

@@ -1,4 +1,4 @@
-"""Rounding to nearest: scales by hand, the law of the error, and what breaks careless quantisers."""
+"""Rounding to nearest: scales by hand, the law of the error, and what breaks quantisers."""
 
 import functools
 
@@ -141,9 +141,7 @@ def test_the_mean_square_error_is_a_twelfth_of_the_squared_step(bits, granularit
     # 1 / sqrt(180 n) around 1 / 12.
     rng = np.random.default_rng(bits)
     w = jnp.asarray(rng.uniform(-1, 1, (64, 512)), jnp.float32)
-    method = RTN(
-        bits=bits, group_size=granularity, convention="no_clipping", scale_dtype="float32"
-    )
+    method = RTN(bits=bits, group_size=granularity, convention="no_clipping", scale_dtype="float32")
     q = method.pack(w)
     step = np.asarray(rtn.spread(scales(q), q.format, (64, 512)), np.float64)
     error = (np.asarray(dequantize(q), np.float64) - np.asarray(w)) / step
@@ -194,10 +192,10 @@ def test_what_was_decoded_is_coded_to_itself(name):
     value = dequantize(q)
     again = dequantize(compiled(name)(value))
     if name in ("nf4", "fp4", "int8", "int4", "int6", "int4-no-clipping"):
-        # The largest number moves with its code (conventions whose largest number is no code) or
-        # with the rounding of its scale: near, not equal.
+        # The scale moves where the largest number is no code, or where it was rounded itself: near
+        # (half of a step that may be a twelfth larger, and its rounding), not equal.
         step = np.asarray(rtn.spread(scales(q), q.format, SHAPE))
-        assert np.all(np.abs(again - value) <= 0.51 * np.abs(step) + 1e-7)
+        assert np.all(np.abs(again - value) <= 0.6 * np.abs(step) + 1e-7)
     else:
         np.testing.assert_allclose(again, value, rtol=2e-6, atol=1e-9)
 
@@ -282,3 +280,24 @@ def test_a_share_of_the_range_clips():
     q = rtn.quantize_int(w, rtn.int_format(4, scale_dtype="float32"), "restricted", 0.5)
     np.testing.assert_allclose(scales(q), [[4 / 7]])
     np.testing.assert_allclose(dequantize(q)[0, 0], -4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("code", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"])
+@pytest.mark.parametrize("rule", rtn.E8M0_RULES)
+def test_a_block_of_zeros_has_codes_of_zero(code, rule):
+    # Its scale is 2^-127, by which XLA's CPU, to which subnormals are 0, cannot divide.
+    q = MX(code=code, scale_rule=rule).pack(jnp.zeros((8, 32)))
+    np.testing.assert_array_equal(q.data, 0)
+    np.testing.assert_array_equal(q.scale, 0)
+
+
+def test_a_quotient_is_rounded_once():
+    a = np.random.default_rng(0).standard_normal((4, 96)).astype(np.float32)
+    scale = np.abs(a).max(1, keepdims=True) / np.float32(7)
+    for b in (7.5, 57344.0, scale):
+        want = a / np.float32(b)
+        constant = jax.jit(lambda a, b=b: rtn.quotient(a, b))
+        for got in (rtn.quotient(a, b), jax.jit(rtn.quotient)(a, b), constant(a)):
+            np.testing.assert_array_equal(got, want)
+    ends = jnp.asarray([np.inf, -np.inf, np.nan, 0], jnp.float32)
+    np.testing.assert_array_equal(rtn.quotient(ends, 3.0), ends)
