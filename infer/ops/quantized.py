@@ -26,6 +26,7 @@ from jaxtyping import Float, Int8
 from infer.quant import codes
 from infer.quant.formats import PlanarFormat
 from infer.quant.qarray import QArray, dequantize_tile, scales
+from infer.quant.rtn import quotient
 
 # Weights of one tile: 2 MB as float32.
 _TILE = 1 << 19
@@ -77,20 +78,24 @@ def int8_activations(
 ) -> tuple[Int8[Array, "T I"], Float[Array, "T 1"]]:
     """Return codes and scales of activations: a scale a token, or the one that is given."""
     if scale is None:
-        s = jnp.abs(x).max(-1, keepdims=True) / 127
+        s = quotient(jnp.abs(x).max(-1, keepdims=True), 127.0)
         s = jnp.where(s == 0, jnp.float32(1), s)
     else:
         s = jnp.broadcast_to(scale, (x.shape[0], 1))
-    return jnp.clip(jnp.round(x / s), -127, 127).astype(jnp.int8), s
+    return jnp.clip(jnp.round(quotient(x, s)), -127, 127).astype(jnp.int8), s
 
 
 def _e4m3(x: Float[Array, "*B g"], scale: Array | None) -> Float[Array, "*B g"]:
     if scale is None:
-        s = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), 1e-4) / codes.LARGEST["e4m3"]
+        most = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), 1e-4)
+        s = quotient(most, codes.LARGEST["e4m3"])
     else:
         s = jnp.broadcast_to(scale, (*x.shape[:-1], 1))
     largest = codes.LARGEST["e4m3"]  # a cast of what is more would give NaN
-    return jnp.clip(x / s, -largest, largest).astype(jnp.float8_e4m3fn).astype(jnp.float32) * s
+    return (
+        jnp.clip(quotient(x, s), -largest, largest).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        * s
+    )
 
 
 def _dot(x: Array, w: Array) -> Float[Array, "T O"]:

@@ -259,17 +259,23 @@ def _scales(q: QArray, at: Any) -> Array:
     """Return the scales of the rows `at` of the grid, float32 [..., Q]."""
     assert isinstance(q.format, PlanarFormat)
     if q.format.scale_dtype == "nested":
-        coded = jnp.asarray(q.scale.codes)
-        absmax = jnp.repeat(jnp.asarray(q.scale.absmax), NESTED_GROUP)[: coded.size]
-        levels = jnp.take(jnp.asarray(codes.DYNAMIC), coded, axis=0, mode="clip")
-        all_scales = levels * absmax.reshape(coded.shape)
-        return (all_scales + q.scale.offset)[at]
+        return denested(q.scale)[at]
     stored = jnp.asarray(q.scale)[at]
     if q.format.scale_dtype == "e8m0":
         return power_of_two(stored)
     if q.format.scale_dtype == "e4m3":
         return codes.values(stored, "e4m3") * q.global_scale
     return stored.astype(jnp.float32)
+
+
+def denested(scale: NestedScale) -> Float[Array, "R Q"]:
+    """Return nested scales as float32: product and sum are each rounded, with and without jit."""
+    coded = jnp.asarray(scale.codes)
+    absmax = jnp.repeat(jnp.asarray(scale.absmax), NESTED_GROUP)[: coded.size].reshape(coded.shape)
+    levels = jnp.take(jnp.asarray(codes.DYNAMIC), coded, axis=0, mode="clip")
+    # The last level is 1; the choice keeps the compiler from fusing product and sum, which would
+    # round once.
+    return jnp.where(coded == 255, absmax, levels * absmax) + scale.offset
 
 
 def power_of_two(e8m0: Array) -> Float[Array, "*B"]:

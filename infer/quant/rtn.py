@@ -4,8 +4,8 @@
                 [-s/2, s/2] and its mean square s^2 / 12
     floats      q = the nearest number of the format to w / s
 
-All is pure and jit-able, and gives equal codes with and without jit: a quotient is rounded once.
-Rounding is to the nearest even integer.
+All is pure and jit-able, and gives equal codes with and without jit: a quotient is rounded once
+(`quotient`).  Rounding is to the nearest even integer.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxtyping import Float, UInt8
 
 from infer.quant import codes
 from infer.quant.formats import NESTED_GROUP, PlanarFormat
-from infer.quant.qarray import NestedScale, QArray, power_of_two
+from infer.quant.qarray import NestedScale, QArray, denested, power_of_two
 
 # How the scale of a symmetric group of b bits follows from its numbers, h = 2^(b-1).
 CONVENTIONS = {
@@ -49,6 +49,16 @@ def spread(grid: Array, format: PlanarFormat, shape: tuple[int, int]) -> Array:
     """Return [out, in]: for each weight the entry of its scale in a grid [R, Q]."""
     rows, group = format.rows or shape[0], format.group or shape[1]
     return jnp.repeat(jnp.repeat(grid, rows, 0)[: shape[0]], group, 1)[:, : shape[1]]
+
+
+def quotient(a: Float[Array, "*B"], b: Any) -> Float[Array, "*B"]:
+    """Return a / b, rounded once.
+
+    Where b is a constant or broadcast, XLA multiplies by its reciprocal instead, which rounds twice
+    (and is zero for 2^127), depending on what is compiled together; it leaves a divisor alone that
+    depends on a.
+    """
+    return a / jnp.where(jnp.isfinite(a), b, jnp.float32(1))
 
 
 def _matrix(w: Array) -> tuple[int, int]:
@@ -83,18 +93,18 @@ def int_params(
     low = jnp.minimum(values.min(-1), 0.0) * clip
     high = jnp.maximum(values.max(-1), 0.0) * clip
     if not symmetric:
-        scale = _stored((high - low) / levels, scale_dtype)
-        zero = jnp.clip(jnp.round(-low / scale), 0, levels)
+        scale = _stored(quotient(high - low, levels), scale_dtype)
+        zero = jnp.clip(jnp.round(quotient(-low, scale)), 0, levels)
         return scale, zero.astype(jnp.uint8)
     most = jnp.maximum(-low, high)
     if convention == "full":
-        scale = most / (half - 0.5)
+        scale = quotient(most, half - 0.5)
     elif convention == "restricted":
-        scale = most / (half - 1)
+        scale = quotient(most, half - 1)
     elif convention == "signed":
-        scale = jnp.where(high > -low, high, low) / -half
+        scale = quotient(jnp.where(high > -low, high, low), -half)
     elif convention == "no_clipping":
-        scale = jnp.maximum(-low / half, high / (half - 1))
+        scale = jnp.maximum(quotient(-low, half), quotient(high, half - 1))
     else:
         raise ValueError(f"convention is {convention!r}; use {', '.join(CONVENTIONS)}")
     scale = _stored(scale, scale_dtype)
@@ -118,7 +128,7 @@ def int_codes(
         bits: of a code.
         restricted: the least code is not used (symmetric, 1 - h to h - 1).
     """
-    q = jnp.round(w / scale) + zero.astype(jnp.float32)
+    q = jnp.round(quotient(w, scale)) + zero.astype(jnp.float32)
     return jnp.clip(q, 1 if restricted else 0, (1 << bits) - 1).astype(jnp.uint8)
 
 
@@ -168,33 +178,28 @@ def quantize_float(w: Float[Array, "O I"], format: PlanarFormat) -> QArray:
     """
     w = w.astype(jnp.float32)
     most = jnp.abs(blocks_of(w, format)).max((2, 3))
-    scale: Any = most / codes.LARGEST[format.code]
+    scale: Any = quotient(most, codes.LARGEST[format.code])
     if format.scale_dtype == "nested":
         stored = nested(scale)
-        scale = _denested(stored)
+        scale = denested(stored)
     else:
         scale = _stored(scale, format.scale_dtype)
         stored = scale.astype(format.scale_dtype)
     scale = jnp.where(scale == 0, jnp.float32(1), scale)
-    q = codes.nearest(w / spread(scale, format, _matrix(w)), format.code)
+    q = codes.nearest(quotient(w, spread(scale, format, _matrix(w))), format.code)
     return QArray(codes.pack(q, format.bits), stored, format=format, shape=_matrix(w))
 
 
 def nested(scale: Float[Array, "R Q"]) -> NestedScale:
     """Return scales quantised to 8 bits in groups of 256 of them, less their mean."""
-    offset = scale.mean()
+    offset = quotient(scale.sum(), float(scale.size))
     flat = (scale - offset).reshape(-1)
     groups = jnp.pad(flat, (0, -flat.size % NESTED_GROUP)).reshape(-1, NESTED_GROUP)
     absmax = jnp.abs(groups).max(-1)
-    unit = groups / jnp.where(absmax == 0, jnp.float32(1), absmax)[:, None]
+    unit = quotient(groups, jnp.where(absmax == 0, jnp.float32(1), absmax)[:, None])
     bounds = (codes.DYNAMIC[1:].astype(np.float64) + codes.DYNAMIC[:-1]) / 2
     q = jnp.searchsorted(jnp.asarray(bounds.astype(np.float32)), unit.reshape(-1))
     return NestedScale(q[: flat.size].astype(jnp.uint8).reshape(scale.shape), absmax, offset)
-
-
-def _denested(scale: NestedScale) -> Float[Array, "R Q"]:
-    absmax = jnp.repeat(scale.absmax, NESTED_GROUP)[: scale.codes.size].reshape(scale.codes.shape)
-    return jnp.asarray(codes.DYNAMIC)[scale.codes] * absmax + scale.offset
 
 
 # ---- Microscaling ------------------------------------------------------------------------------
@@ -214,7 +219,7 @@ def e8m0_scale(most: Float[Array, "*B"], code: str, rule: str = "floor") -> UInt
     if rule not in E8M0_RULES:
         raise ValueError(f"scale_rule is {rule!r}; use {', '.join(E8M0_RULES)}")
     if rule == "rceil":
-        bits = jax.lax.bitcast_convert_type(most / codes.LARGEST[code], jnp.int32)
+        bits = jax.lax.bitcast_convert_type(quotient(most, codes.LARGEST[code]), jnp.int32)
         exponent = (bits >> 23) + jnp.where((bits & 0x7FFFFF) > 0, 1, 0)
         return jnp.clip(exponent, 0, 254).astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(most, jnp.int32)
@@ -230,7 +235,9 @@ def quantize_mx(w: Float[Array, "O I"], format: PlanarFormat, rule: str = "floor
     """Return `w` in a microscaling format: small floats under a power of two for 32 of them."""
     w = w.astype(jnp.float32)
     scale = e8m0_scale(jnp.abs(blocks_of(w, format)).max((2, 3)), format.code, rule)
-    q = codes.nearest(w / spread(power_of_two(scale), format, _matrix(w)), format.code)
+    # 2^-127, a block of zeros, is no divisor where subnormals count as 0.
+    value = jnp.maximum(power_of_two(scale), np.finfo(np.float32).tiny)
+    q = codes.nearest(quotient(w, spread(value, format, _matrix(w))), format.code)
     return QArray(codes.pack(q, format.bits), scale, format=format, shape=_matrix(w))
 
 
@@ -241,12 +248,12 @@ def quantize_nvfp4(w: Float[Array, "O I"], format: PlanarFormat) -> QArray:
     """
     w = w.astype(jnp.float32)
     most = jnp.abs(blocks_of(w, format)).max((2, 3))
-    whole = most.max() / np.float32(6 * 448)
+    whole = quotient(most.max(), 6.0 * 448)
     whole = jnp.where(whole == 0, jnp.float32(1), whole)
-    scale = codes.nearest(most / 6 / whole, "e4m3")
+    scale = codes.nearest(quotient(most, 6 * whole), "e4m3")
     value = codes.values(scale, "e4m3") * whole
     value = jnp.where(value == 0, jnp.float32(1), value)
-    q = codes.nearest(w / spread(value, format, _matrix(w)), "e2m1")
+    q = codes.nearest(quotient(w, spread(value, format, _matrix(w))), "e2m1")
     return QArray(
         codes.pack(q, format.bits), scale, global_scale=whole, format=format, shape=_matrix(w)
     )

@@ -1,0 +1,219 @@
+"""Our quantisers beside other packages: the share of equal codes and scales, on files that
+scripts/goldens/quant_*.py made (each holds versions and command under `made`).
+"""
+
+import functools
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infer.ops.linear import linear
+from infer.quant import codes, rtn
+from infer.quant.gptq import gptq
+from infer.quant.methods import FP8, MX, NF4, NVFP4, RTN, LLMInt8
+from infer.quant.qarray import QArray, dequantize, scales
+
+DATA = Path(__file__).parent.parent / "data" / "quant"
+
+
+@functools.cache
+def golden(package: str) -> dict[str, np.ndarray]:
+    with np.load(DATA / f"{package}.npz") as file:
+        return dict(file)
+
+
+@functools.cache
+def inputs() -> ModuleType:
+    path = Path(__file__).parents[2] / "scripts" / "goldens" / "quant_inputs.py"
+    spec = importlib.util.spec_from_file_location("quant_inputs", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def codes_of(q: QArray) -> np.ndarray:
+    return np.asarray(codes.unpack(q.data, q.format.bits, q.shape[1]))
+
+
+def equal(a: np.ndarray, b: np.ndarray) -> float:
+    """The share of entries that are equal."""
+    assert np.shape(a) == np.shape(b), (np.shape(a), np.shape(b))
+    return float(np.mean(np.asarray(a) == np.asarray(b)))
+
+
+def test_the_files_say_what_made_them():
+    for path in sorted(DATA.glob("*.npz")):
+        made = json.loads(str(golden(path.stem)["made"]))
+        assert made["command"].startswith(f"python scripts/goldens/quant_{path.stem}.py"), path
+        assert "torch" in made["packages"] and len(made["packages"]) > 1
+
+
+# ---- bitsandbytes -------------------------------------------------------------------------------
+
+
+def high_first(data: np.ndarray) -> np.ndarray:
+    """bitsandbytes puts the first of two codes in the high nibble."""
+    return np.stack([data >> 4, data & 15], -1).reshape(data.shape[0], -1)
+
+
+@pytest.mark.parametrize("levels", ["nf4", "fp4"])
+def test_four_bits_are_those_of_bitsandbytes(levels):
+    want = golden("bitsandbytes")
+    q = NF4(levels=levels, double=False).pack(jnp.asarray(inputs().weights()))
+    assert equal(scales(q), want[f"{levels}_plain.absmax"].reshape(8, 4)) == 1
+    # bitsandbytes multiplies by 1 / absmax, rounded, where we divide; FP4 has two codes of zero.
+    ours, theirs = codes_of(q), high_first(want[f"{levels}_plain.data"])
+    table = codes.LEVELS[levels]
+    assert equal(table[ours], table[theirs]) == 1
+    if levels == "nf4":
+        assert equal(ours, theirs) == 1
+    np.testing.assert_array_equal(dequantize(q), want[f"{levels}_plain.values"])
+
+
+@pytest.mark.parametrize("levels", ["nf4", "fp4"])
+def test_double_quantisation_is_that_of_bitsandbytes(levels):
+    want = golden("bitsandbytes")
+    q = NF4(levels=levels).pack(jnp.asarray(inputs().weights()))
+    name = f"{levels}_double"
+    np.testing.assert_array_equal(codes.DYNAMIC, want[f"{name}.nested_map"])
+    np.testing.assert_allclose(q.scale.offset, want[f"{name}.offset"], rtol=1e-6)
+    np.testing.assert_allclose(q.scale.absmax, want[f"{name}.nested_absmax"], rtol=1e-6)
+    assert equal(q.scale.codes, want[f"{name}.absmax"].reshape(8, 4)) == 1
+    # Here the rule differs: bitsandbytes takes the codes under the scale as it was before its own
+    # rounding, we under the one that is stored.  Ours can only be nearer.
+    w = inputs().weights()
+    ours, theirs = np.asarray(dequantize(q)), want[f"{name}.values"]
+    assert np.mean((ours - w) ** 2) <= np.mean((theirs - w) ** 2)
+    assert equal(codes_of(q), high_first(want[f"{name}.data"])) > 0.8
+
+
+def test_int8_rows_are_those_of_bitsandbytes():
+    want = golden("bitsandbytes")
+    w = inputs().weights().astype(np.float16).astype(np.float32)
+    q = LLMInt8().pack(jnp.asarray(w))
+    np.testing.assert_array_equal(scales(q)[:, 0], want["int8.absmax"] / np.float32(127))
+    difference = codes_of(q).astype(int) - 128 - want["int8.codes"]
+    # bitsandbytes multiplies by 127 / absmax, we divide by absmax / 127: a tie can fall otherwise.
+    assert np.abs(difference).max() <= 1 and np.mean(difference == 0) >= 0.999
+
+
+def test_the_product_of_llm_int8_is_that_of_bitsandbytes():
+    want = golden("bitsandbytes")["int8.y"].astype(np.float32)
+    w, x = inputs().weights(), inputs().activations()
+    q = LLMInt8().pack(jnp.asarray(w.astype(np.float16).astype(np.float32)))
+    ours = np.asarray(linear(jnp.asarray(x), q))
+    # Column 3 is an outlier of every token: there both take the same entries out.  Column 200 is
+    # one of two tokens: bitsandbytes takes it out of the int8 product for all of them.
+    exact = x @ np.asarray(dequantize(q)).T
+    size = np.abs(exact).mean()
+    assert np.abs(ours - want).max() < 0.05 * size
+    assert np.abs(ours - exact).max() < 0.05 * size
+
+
+# ---- torchao and ModelOpt -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", rtn.E8M0_RULES)
+@pytest.mark.parametrize("code", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"])
+def test_microscaling_is_that_of_torchao(code, rule):
+    want = golden("torchao")
+    q = MX(code=code, scale_rule=rule).pack(jnp.asarray(inputs().weights()))
+    theirs = want[f"{code}_{rule}.data"]
+    if code == "e2m1":  # two codes a byte, the first in the low nibble, as ours
+        np.testing.assert_array_equal(q.data, theirs)
+    assert equal(q.scale, want[f"{code}_{rule}.scale"]) == 1
+    if code != "e2m1":
+        assert equal(codes_of(q), theirs) == 1
+
+
+def test_nvfp4_is_that_of_modelopt():
+    want = golden("modelopt")
+    q = NVFP4().pack(jnp.asarray(inputs().weights()))
+    np.testing.assert_array_equal(q.global_scale, want["nvfp4.global"])
+    used = np.abs(inputs().weights()).reshape(8, 16, 16).max(-1) > 0
+    assert equal(np.asarray(q.scale)[used], want["nvfp4.scale"][used]) == 1
+    assert equal(codes_of(q), high_first(want["nvfp4.data"])[:, [1, 0]].reshape(8, -1)) == 1
+
+
+def test_nvfp4_is_nearly_that_of_torchao():
+    want = golden("torchao")
+    q = NVFP4().pack(jnp.asarray(inputs().weights()))
+    # torchao multiplies by reciprocals, and keeps scales from 2^-6 on: small numbers differ.
+    assert equal(q.scale, want["nvfp4.scale"]) > 0.5
+    same = np.asarray(q.scale) == want["nvfp4.scale"]
+    theirs = np.stack([want["nvfp4.data"] & 15, want["nvfp4.data"] >> 4], -1).reshape(8, 256)
+    where = np.repeat(same, 16, 1)
+    assert equal(codes_of(q)[where], theirs[where]) >= 0.999
+
+
+# ---- compressed-tensors -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", ["group", "channel"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_are_those_of_compressed_tensors(bits, group, symmetric):
+    want = golden("compressed_tensors")
+    name = f"int{bits}_{group}_{'symmetric' if symmetric else 'asymmetric'}"
+    method = RTN(
+        bits=bits,
+        group_size=64 if group == "group" else "channel",
+        symmetric=symmetric,
+        scale_dtype="float32",
+    )
+    q = method.pack(jnp.asarray(inputs().weights()))
+    used = np.abs(inputs().weights()).reshape(8, q.scale.shape[1], -1).max(-1) > 0
+    # A group of zeros: their scale is eps and their zero point 0 / 0, ours are 1 and 0.
+    assert equal(np.asarray(q.scale)[used], want[f"{name}.scale"][used]) == 1
+    if not symmetric:
+        assert equal(np.asarray(q.zero)[used], want[f"{name}.zero"][used]) == 1
+    used = np.repeat(used, 256 // q.scale.shape[1], 1) | symmetric
+    assert equal(codes_of(q)[used], want[f"{name}.codes"][used]) == 1
+
+
+def test_eight_bit_floats_are_those_of_compressed_tensors():
+    want = golden("compressed_tensors")
+    q = FP8().pack(jnp.asarray(inputs().weights()))
+    assert equal(q.scale, want["fp8_channel.scale"]) == 1
+    assert equal(q.data, want["fp8_channel.codes"]) == 1
+
+
+def test_blocks_at_ragged_edges_are_those_of_compressed_tensors():
+    want = golden("compressed_tensors")
+    q = FP8(granularity="block").pack(jnp.asarray(inputs().ragged()))
+    assert q.scale.shape == (2, 2)
+    assert equal(q.scale, want["fp8_block.scale"]) == 1
+    assert equal(q.data, want["fp8_block.codes"]) == 1
+
+
+# ---- GPTQ of llm-compressor ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["int4_channel", "int3_channel", "int4_ordered", "int4_ordered_asymmetric"]
+)
+def test_gptq_is_that_of_llm_compressor(name):
+    want = golden("llmcompressor")
+    w, h = (jnp.asarray(a) for a in inputs().gptq_case())
+    ordered = "ordered" in name
+    format = rtn.int_format(
+        int(name[3]),
+        64 if ordered else 0,
+        symmetric=name in ("int4_channel", "int4_ordered"),
+        scale_dtype="float32",
+    )
+    q, ok = gptq(w, h, jnp.float32(0.01), format=format, act_order=ordered, static_groups=ordered)
+    assert bool(ok)
+    assert equal(q.scale, want[f"{name}.scale"]) == 1
+    # Values, not codes, are what their function returns; half a step tells codes apart.
+    step = np.repeat(np.asarray(scales(q)), w.shape[1] // q.scale.shape[1], 1)
+    same = np.abs(np.asarray(dequantize(q)) - want[f"{name}.values"]) < 0.5 * step
+    # Sums in float32 in another order: a weight on the edge of two codes can fall otherwise, and
+    # what it pushes to those that follow with it.
+    assert same.mean() >= 0.999

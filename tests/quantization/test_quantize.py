@@ -1,0 +1,252 @@
+"""The driver on tiny random models: what it refuses, what it leaves alone, and that scaling changes
+no function.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infer.config import Activation, Norm, Residual
+from infer.errors import ConfigError
+from infer.models import decoder
+from infer.models.params import LayerParams, Params, random_params
+from infer.quant.formats import GGML_TYPES
+from infer.quant.methods import AWQ, GPTQ, NF4, RTN, LLMInt8, Method, SmoothQuant
+from infer.quant.qarray import QArray, dequantize
+from infer.quantization import Recipe, quantize
+from infer.quantization.recipe import readers
+from infer.quantization.scaling import can_scale, scale_input
+from tests.models.tiny import NUM_TOKENS, llama, llama_config
+
+MODELS: dict[str, dict[str, object]] = {
+    "gqa-tied": {},
+    "mha-untied": dict(num_kv_heads=4, tied_embeddings=False),
+    "post-norms": dict(pre_norms=False, post_norms=True),
+    "parallel": dict(
+        residual=Residual.PARALLEL_ONE_NORM, norm=Norm.LAYER, gated_mlp=False, num_kv_heads=4
+    ),
+    "biases": dict(
+        norm=Norm.LAYER,
+        norm_bias=True,
+        gated_mlp=False,
+        mlp_bias=True,
+        qkv_bias=True,
+        o_bias=True,
+        num_kv_heads=4,
+        activation=Activation.GELU_TANH,
+        learned_positions=True,
+    ),
+    "qkv-bias": dict(qkv_bias=True, num_kv_heads=4, mlp_bias=True),
+}
+
+
+@functools.cache
+def model(name: str) -> Params:
+    return random_params(llama_config(**MODELS[name]), seed=4)
+
+
+@functools.cache
+def text(rows: int = 6, length: int = 16) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, NUM_TOKENS, (rows, length))
+
+
+forward = jax.jit(decoder.forward)
+
+
+def logits(params: Params) -> np.ndarray:
+    return np.asarray(forward(params, jnp.asarray(text(), jnp.int32)))[..., :NUM_TOKENS]
+
+
+def floats(params: Params) -> Params:
+    is_packed = lambda x: isinstance(x, QArray)
+    return jax.tree.map(lambda x: dequantize(x) if is_packed(x) else x, params, is_leaf=is_packed)
+
+
+# ---- Scaling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_moving_a_scale_changes_no_function(name):
+    params = model(name)
+    config = params.config
+    rng = np.random.default_rng(2)
+    layers, moved = [], 0
+    for layer in params.layers:
+        for key, matrices in readers(config).items():
+            if can_scale(config, key):
+                width = getattr(layer, matrices[0]).shape[1]
+                s = jnp.asarray(np.exp(rng.uniform(-1, 1, width)), jnp.float32)
+                layer = scale_input(config, layer, key, s)
+                moved += 1
+        layers.append(layer)
+    want = logits(params)
+    got = logits(dataclasses.replace(params, layers=tuple(layers)))
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    assert moved or name == "post-norms"
+
+
+# ---- Methods over models ------------------------------------------------------------------------
+
+COMPOSED: dict[str, Method] = {
+    "smooth": SmoothQuant(),
+    "smooth-gptq": SmoothQuant(
+        weights=GPTQ(bits=8, group_size="channel", scale_dtype="float32"), static=True
+    ),
+    "gptq": GPTQ(bits=4, group_size=16),
+    "awq": AWQ(bits=4, group_size=16),
+}
+
+
+@pytest.mark.parametrize(
+    "name, method",
+    [
+        *((m, "awq") for m in MODELS),
+        ("gqa-tied", "gptq"),
+        ("biases", "smooth"),
+        ("parallel", "smooth-gptq"),
+        ("post-norms", "smooth"),
+    ],
+)
+def test_a_calibrated_model_is_near_the_float_one(name, method):
+    params = model(name)
+    got = quantize(params, COMPOSED[method], text())
+    matrices = [w for x in got.layers for w in (x.q, x.k, x.v, x.o, x.up, x.down)]
+    assert all(isinstance(w, QArray) for w in matrices)
+    want = logits(params)
+    error = np.linalg.norm(logits(got) - want) / np.linalg.norm(want)
+    assert error < (0.03 if "smooth" in method else 0.25)
+
+
+def test_nothing_of_the_input_changes_and_twice_is_the_same():
+    params = model("mha-untied")
+    before = jax.tree.map(np.array, params)
+    a, b = (quantize(params, AWQ(bits=4, group_size=16), text()) for _ in range(2))
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_layers_are_reported_as_they_are_done():
+    done = []
+    quantize(llama(), RTN(group_size=16), progress=lambda i, n: done.append((i, n)))
+    assert done == [(1, 2), (2, 2)]
+
+
+def test_packed_weights_are_those_of_their_numbers():
+    format = GGML_TYPES[8]  # Q8_0
+    rng = np.random.default_rng(1)
+    params = random_params(llama_config(hidden_size=64, intermediate_size=64, head_dim=16), seed=1)
+
+    def pack(w: jax.Array) -> QArray:
+        data = rng.integers(0, 0x3C, (w.shape[0], format.row_bytes(w.shape[1])), np.uint8)
+        return QArray.create(data, format, w.shape)
+
+    layers = tuple(
+        dataclasses.replace(x, **{m: pack(getattr(x, m)) for m in ("q", "k", "v", "o", "down")})
+        for x in params.layers
+    )
+    packed = dataclasses.replace(params, layers=layers)
+    a = quantize(packed, {"layers.*.[qo]": RTN(group_size=32)})
+    b = quantize(floats(packed), {"layers.*.[qo]": RTN(group_size=32)})
+    np.testing.assert_array_equal(a.layers[1].q.data, b.layers[1].q.data)
+    assert a.layers[0].down is packed.layers[0].down  # what no pattern names keeps its bytes
+
+
+# ---- Recipes ------------------------------------------------------------------------------------
+
+
+def test_a_recipe_says_what_stays():
+    got = quantize(
+        model("mha-untied"),
+        {"layers.0.*": None, "layers.*.[qkvo]": RTN(group_size=16), "lm_head": LLMInt8()},
+    )
+    assert not isinstance(got.layers[0].q, QArray) and not isinstance(got.layers[1].up, QArray)
+    assert got.layers[1].q.format.name == "INT4-G16" and got.lm_head.format.bits == 8
+
+
+@pytest.mark.parametrize(
+    "recipe, message",
+    [
+        ({"layers.*.dwon": RTN(group_size=16)}, r"'layers.\*.dwon' matches no matrix; there are"),
+        ({"lm_head": RTN(group_size=16)}, "'lm_head' matches no matrix"),  # tied
+        ({"embed": GPTQ(group_size=16)}, "embed cannot take GPTQ, which is calibrated"),
+        ({"layers.*": RTN(group_size=128)}, "group_size 128 does not divide the width 32"),
+        ({"layers.*": None}, "every matrix stays as it is; give at least one a method"),
+        ({"layers.*": 4}, "'layers.*': 4 is no rule; a recipe maps patterns"),
+        (4, "a recipe is a int; pass a method"),
+        (
+            {"layers.*.q": AWQ(group_size=16), "layers.*": RTN(group_size=16)},
+            "layers.0: q, k, v read one input, which AWQ scales, so they need the same method",
+        ),
+    ],
+)
+def test_recipes_that_cannot_be(recipe, message):
+    with pytest.raises(ConfigError, match=message.replace("'layers.*':", r"'layers\.\*':")):
+        quantize(llama(), recipe, text() if "AWQ" in message or "GPTQ" in message else None)
+
+
+def test_the_first_pattern_that_matches_holds():
+    recipe = Recipe.of({"layers.0.*": None, "layers.*": NF4()})
+    assert recipe.method_for("layers.0.q") is None and recipe.method_for("layers.1.q") == NF4()
+    assert recipe.method_for("embed") is None
+
+
+# ---- Bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "calibration, message",
+    [
+        (None, "GPTQ look at activations; pass calibration=token ids"),
+        (np.zeros((4, 8)), r"calibration is float64\[4, 8\]; pass integer token ids \[N, S\]"),
+        (np.zeros(64, int), r"calibration is int64\[64\]; pass integer token ids"),
+        (np.full((4, 16), NUM_TOKENS), "has ids from 90 to 90; the model knows 0 to 89"),
+        (np.full((4, 16), -1), "has ids from -1 to -1"),
+        (np.zeros((1, 129), int), "sequences of 129 tokens, and the model's context is 128"),
+        (np.zeros((2, 16), int), "calibration has 32 tokens, and inputs of 48 channels need"),
+    ],
+)
+def test_calibration_that_will_not_do(calibration, message):
+    with pytest.raises(ConfigError, match=message):
+        quantize(llama(), GPTQ(group_size=16), calibration)
+
+
+def test_calibration_that_nobody_reads():
+    with pytest.raises(ConfigError, match="no method of this recipe looks at activations"):
+        quantize(llama(), RTN(group_size=16), text())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_no_numbers(bad):
+    params = llama()
+    layer = params.layers[1]
+    assert isinstance(layer, LayerParams)
+    broken = dataclasses.replace(layer, up=layer.up.at[3, 4].set(bad))
+    params = dataclasses.replace(params, layers=(params.layers[0], broken))
+    with pytest.raises(ConfigError, match=r"layers\.1\.up has weights that are NaN or infinite"):
+        quantize(params, RTN(group_size=16))
+
+
+def test_scales_that_their_dtype_cannot_hold():
+    params = llama()
+    large = dataclasses.replace(params.layers[0], up=params.layers[0].up * 1e8)
+    params = dataclasses.replace(params, layers=(large, params.layers[1]))
+    with pytest.raises(ConfigError, match=r"layers\.0\.up: its scales are beyond float16"):
+        quantize(params, RTN(group_size=16))
+    quantize(params, RTN(group_size=16, scale_dtype="float32"))
+
+
+def test_one_token_over_and_over_is_damped_or_refused():
+    # All inputs of the first layer are equal: its Hessian has rank one, damping makes it whole.
+    same = np.zeros((6, 16), int)
+    got = quantize(llama(), GPTQ(group_size=16), same)
+    assert np.isfinite(logits(got)).all()
+    try:
+        quantize(llama(), GPTQ(group_size=16, damping=1e-12), same)
+    except ConfigError as error:
+        assert "the Hessian stays singular" in str(error)
