@@ -21,6 +21,7 @@ from infer.quantization import Recipe, quantize
 from infer.quantization.recipe import readers
 from infer.quantization.scaling import can_scale, scale_input
 from tests.models.tiny import NUM_TOKENS, llama, llama_config
+from tests.typecheck import unchecked
 
 MODELS: dict[str, dict[str, object]] = {
     "gqa-tied": {},
@@ -250,3 +251,33 @@ def test_one_token_over_and_over_is_damped_or_refused():
         quantize(llama(), GPTQ(group_size=16, damping=1e-12), same)
     except ConfigError as error:
         assert "the Hessian stays singular" in str(error)
+
+
+def test_what_is_quantised_is_not_quantised_again():
+    once = quantize(model("gqa-tied"), {"layers.0.*": RTN(bits=8, group_size="channel")})
+    with pytest.raises(ConfigError, match=r"layers\.0\.q is INT8 already"):
+        quantize(once, RTN(bits=4, group_size="channel"))
+    rest = quantize(once, {"layers.1.*": RTN(bits=4, group_size="channel")})
+    assert rest.layers[0].q.format.name == "INT8" and rest.layers[1].q.format.name == "INT4"
+
+
+def test_a_model_is_no_params():
+    with pytest.raises(ConfigError, match=r"params is a dict; pass model\.params"):
+        quantize({}, RTN())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: RTN(bits=4.0), "bits is 4.0; use 8"),  # type: ignore[arg-type]
+        (lambda: RTN(bits=np.int64(4)), r"bits is .*4.*; use 8"),
+        (lambda: RTN(symmetric="no"), "symmetric is 'no'; use True, False"),  # type: ignore[arg-type]
+        (lambda: GPTQ(damping=None), "damping is None; use a number"),  # type: ignore[arg-type]
+        (lambda: SmoothQuant(alpha=None), "alpha is None; use a number"),  # type: ignore[arg-type]
+        (lambda: NF4(group_size="tensor"), "group_size is 'tensor'; use a number"),  # type: ignore[arg-type]
+        (lambda: RTN(group_size=True), "group_size is True"),
+    ],
+)
+def test_options_of_another_type(make, message):
+    with unchecked(), pytest.raises(ConfigError, match=message):
+        make()
