@@ -35,6 +35,8 @@ help:
 # An environment is made anew when its interpreter is gone, and brought up to date when the
 # requirements change.
 define install
+	@echo "Installing into $(VENV): fetching JAX and the rest, then compiling the CPU's native operations."
+	@echo "This takes a minute or two and is quiet meanwhile."
 	@bash scripts/make_venv.sh $(VENV) "$(PYTHON)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '$(1)'
 	@touch $@

@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from setuptools import build_meta
 from setuptools.build_meta import (  # noqa: F401  # hooks that are setuptools' own
@@ -63,7 +64,7 @@ def _native_setting(given: Settings) -> tuple[str | None, dict[str, object]]:
     settings = dict(given or {})
     native = settings.pop("native", None)
     if native not in (None, "required", "no"):
-        raise ValueError(
+        _stop(
             f"config setting native={native!r}; it can be 'required' or 'no', and without it the"
             " native library is built where it can be"
         )
@@ -78,7 +79,10 @@ def _build(native: str | None, library: Path) -> bool:
         build.build(library)
     except build.BuildError as error:
         if native == "required":
-            raise
+            _stop(
+                f"native=required, and the CPU's native operations cannot be built: {error}; or"
+                " leave -C native=required out, which installs without them, in plain XLA"
+            )
         print(
             f"infer: installing without the CPU's native operations: {error}.  Later:"
             " python -m infer.native.build",
@@ -87,6 +91,11 @@ def _build(native: str | None, library: Path) -> bool:
         )
         return False
     return True
+
+
+def _stop(message: str) -> NoReturn:
+    """End the build with one line; pip would show an exception as a traceback."""
+    sys.exit(f"infer: {message}")
 
 
 def add_library(wheel: Path, library: Path) -> Path:

@@ -41,7 +41,10 @@ SECTIONS = {
     "decode-b8": (DecodeCase(batch=8, prompt_tokens=32, new_tokens=64), (LLAMA,)),
     "decode-b32": (DecodeCase(batch=32, prompt_tokens=32, new_tokens=48), (LLAMA, BF16)),
     "decode-4096": (DecodeCase(batch=1, prompt_tokens=4096, new_tokens=32), (LLAMA, BF16)),
+    "decode-4096-f16": (DecodeCase(batch=1, prompt_tokens=4096, new_tokens=32), (LLAMA,)),
 }
+# Section -> the dtype of our cache, where it is not that of the activations.
+KV_DTYPES = {"decode-4096-f16": "float16"}
 MEMORY, BY_TYPE = "memory", "types"
 ALL = (*SECTIONS, MEMORY, BY_TYPE)
 _TYPE_CASES = (
@@ -149,6 +152,7 @@ def speeds(
                     rounds=options.rounds,
                     threads=threads,
                     reuse=case.prompt_tokens > 1024,
+                    kv_dtype=KV_DTYPES.get(name),
                 ),
             )
 
@@ -232,7 +236,7 @@ def memory(python: Path, path: Path, threads: int) -> dict[str, Any]:
     mine = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
     peer = peers.Peer.start(python, "peer_llama_cpp.py", None, LLAMA, path, threads)
     try:
-        peer.ask("generate", prompts=[list(range(100, 612))], new_tokens=16)
+        peer.generate([list(range(100, 612))], 16)
         theirs = peer.ask("memory") | {"load_s": peer.load_s, "start_s": peer.start_s}
     finally:
         peer.close()

@@ -14,6 +14,7 @@ _NAMES = {
     "decode-b8": "decode, batch 8",
     "decode-b32": "decode, batch 32",
     "decode-4096": "decode, batch 1, at context 4096",
+    "decode-4096-f16": "the same, our cache in float16",
 }
 
 Lines = Sequence[dict[str, Any]]

@@ -155,8 +155,7 @@ def measure(
             if peer is None:
                 timing = ours.run(params, prompts, case.new_tokens)
             else:
-                answer = peer.ask("generate", prompts=prompts, new_tokens=case.new_tokens)
-                timing = ours.Timing(**answer)
+                timing = ours.Timing(**peer.generate(prompts, case.new_tokens))
                 peer.settle()
             if turn < _WARM_UP:
                 cold.setdefault(label, timing)

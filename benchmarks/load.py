@@ -1,4 +1,5 @@
-"""Load time and peak memory of a Llama-3.2-1B-shaped model, from a folder and from GGUF.
+"""Load time and peak memory of a Llama-3.2-1B-shaped model, from a folder and from GGUF, and the
+peak of generating with it.
 
     python benchmarks/load.py --save
 
@@ -53,6 +54,8 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
     "vocab_size": 128256,
 }
+# The prompt and the new tokens of the case that generates.
+PROMPT, NEW = 512, 16
 # What is loaded: name -> (file, load's dtype, packed).
 CASES: dict[str, tuple[str, str, bool]] = {
     "folder_bfloat16": ("bf16", "bfloat16", False),
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         build(Path(scratch), CONFIG | {"num_hidden_layers": options.layers})
-        line = header(options) | {"cases": dict(measured(Path(scratch), options.rounds))}
+        line = header(options) | {"cases": dict(measured(Path(scratch), options))}
     print(json.dumps(line))
     if options.save:
         with open(options.save, "a", encoding="utf-8") as out:
@@ -84,7 +87,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--scratch", help="where the files are built, 3.3 GB [default: the system's]")
     p.add_argument("--save", nargs="?", const=str(default_file()), help="append the line to a file")
-    p.add_argument("--one", nargs=3, metavar=("PATH", "DTYPE", "PACKED"), help=argparse.SUPPRESS)
+    p.add_argument("--only", nargs="*", help="cases to run [default: all]")
+    p.add_argument(
+        "--one", nargs=4, metavar=("PATH", "DTYPE", "PACKED", "NEW"), help=argparse.SUPPRESS
+    )
     return p
 
 
@@ -162,13 +168,15 @@ def packed(values: np.ndarray, kind: str, shape: tuple[int, ...]) -> np.ndarray:
     return blocks
 
 
-def measured(scratch: Path, rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def measured(scratch: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the figures of each case: the best time and the largest peak of all rounds."""
     base = run("-", "float32", False)["peak_bytes"]
     for case, (name, dtype, is_packed) in CASES.items():
+        if options.only and case not in options.only:
+            continue
         path = scratch / name
         file_bytes = size_of(path)
-        found = [run(str(path), dtype, is_packed) for _ in range(rounds)]
+        found = [run(str(path), dtype, is_packed) for _ in range(options.rounds)]
         peak = max(one["peak_bytes"] for one in found)
         held = found[0]["weight_bytes"]
         yield (
@@ -184,20 +192,40 @@ def measured(scratch: Path, rounds: int) -> Iterator[tuple[str, dict[str, Any]]]
             },
         )
 
+    case = "generate"
+    if not options.only or case in options.only:
+        path = scratch / "q4_k_m.gguf"
+        found = [run(str(path), "float32", True, NEW) for _ in range(options.rounds)]
+        file_bytes, pool = size_of(path), found[0]["pool_bytes"]
+        peak = max(one["peak_bytes"] for one in found)
+        yield (
+            case,
+            {
+                "prompt_tokens": PROMPT,
+                "new_tokens": NEW,
+                "file_bytes": file_bytes,
+                "weight_bytes": found[0]["weight_bytes"],
+                "pool_bytes": pool,
+                "peak_bytes": peak,
+                "peak_without_imports_bytes": peak - base,
+                "peak_to_file_and_pool": round(peak / (file_bytes + pool), 3),
+            },
+        )
+
 
 def size_of(path: Path) -> int:
     files = path.glob("*.safetensors") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files)
 
 
-def run(path: str, dtype: str, is_packed: bool) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", path, dtype, str(int(is_packed))]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+def run(path: str, dtype: str, is_packed: bool, new: int = 0) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", path, dtype, str(int(is_packed)), str(new)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def load_one(path: str, dtype: str, is_packed: str) -> dict[str, Any]:
-    """Load a file, or with "-" only import what loading needs and start JAX."""
+def load_one(path: str, dtype: str, is_packed: str, new: str) -> dict[str, Any]:
+    """Load a file and generate `new` tokens, or with "-" only import and start JAX."""
     import jax
     import jax.numpy as jnp
 
@@ -215,7 +243,16 @@ def load_one(path: str, dtype: str, is_packed: str) -> dict[str, Any]:
         leaves = jax.block_until_ready(jax.tree.leaves(params))
     seconds = time.perf_counter() - started
     sizes = [leaf.nbytes for leaf in leaves]
+    pool = 0
+    if int(new):
+        import infer
+
+        prompt = np.random.default_rng(0).integers(0, 1000, PROMPT).tolist()
+        infer.generate(params, [prompt], sampling=infer.SamplingParams(max_tokens=int(new)))
+        width = 2 * CONFIG["num_key_value_heads"] * CONFIG["head_dim"] * len(params.layers)
+        pool = (PROMPT + int(new)) * width * 4
     return {
+        "pool_bytes": pool,
         "load_s": seconds,
         "peak_bytes": peak_bytes(),
         "weight_bytes": sum(sizes),

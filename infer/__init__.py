@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infer import eval, quant, quantization
     from infer.backend import backends, use_backend
     from infer.compiling import compile_stats
     from infer.config import ModelConfig
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
         stream,
     )
     from infer.llm import LLM
-    from infer.model import Model, load
+    from infer.model import Model, load, save
     from infer.models.params import Params
     from infer.outputs import CompletionOutput, Logprob, RequestOutput
     from infer.quant import QArray
+    from infer.quantization import quantize
     from infer.sampling import SamplingParams, SamplingState
     from infer.tokenizer import Tokenizer
     from infer.weights.bundled import pull
@@ -67,16 +69,22 @@ _HOME = {
     "load": "infer.model",
     "load_state": "infer.generation",
     "pull": "infer.weights.bundled",
+    "quantize": "infer.quantization",
     "sampling_state": "infer.generation",
+    "save": "infer.model",
     "save_state": "infer.generation",
     "score": "infer.generation",
     "stream": "infer.generation",
     "use_backend": "infer.backend",
 }
-__all__ = [*sorted(_HOME), "__version__"]
+# Rooms that are public as a whole.
+_ROOMS = ("eval", "quant", "quantization")
+__all__ = [*sorted(_HOME), *_ROOMS, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"infer.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'infer' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
@@ -85,4 +93,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, *_ROOMS})

@@ -42,6 +42,12 @@ class LLM:
             and the calls of a new LLM repeat them.
         options: `infer.generate`'s num_slots, page_size, num_pages, prefill_chunk, logprobs_mode,
             share_prefixes, implementation, command_buffers, kv_dtype.
+
+    Attributes:
+        model: the loaded Model.
+        stats: figures of the last call, those of `GenerationResult.stats`: seconds, tokens/s, what
+            was compiled, which implementation each operation ran ("implementations"); empty before
+            the first.
     """
 
     def __init__(
@@ -81,6 +87,12 @@ class LLM:
         self.model, self.device = model, device
         self._key, self._calls = jax.random.key(seed), itertools.count()
         self._request_ids = itertools.count()
+        self.stats: dict[str, Any] = {}
+
+    @property
+    def implementation(self) -> str | None:
+        """What the last call ran, in a word: "native", "xla", ...; None before the first."""
+        return self.stats.get("implementation")
 
     def __repr__(self) -> str:
         return f"LLM({self.model!r})"
@@ -194,7 +206,9 @@ class LLM:
             else:
                 for _ in job.bursts():
                     count(_num_finished(job))
-        return self._outputs(job.result(), texts, each)
+        result = job.result()
+        self.stats = result.stats
+        return self._outputs(result, texts, each)
 
     def room_for(self, requests: Sequence[tuple[list[int], SamplingParams]], num_rows: int) -> Room:
         """Return the sizes by which calls of at most `num_rows` rows, all of them from `requests`,

@@ -1,5 +1,5 @@
-"""A loaded model: weights and tokenizer together, and `load` that makes one from a name or a
-file.
+"""A loaded model: weights and tokenizer together; `load` that makes one from a name or a file, and
+`save` that writes one.
 """
 
 import dataclasses
@@ -18,13 +18,16 @@ from infer.compiling import give_back_memory
 from infer.config import ModelConfig
 from infer.errors import ConfigError
 from infer.generation import GenerationResult, TextStream, generate, stream
-from infer.models.params import Params
+from infer.models.params import Params, weight_form
 from infer.sampling import SamplingParams
 from infer.tokenizer import Tokenizer
 from infer.weights import bundled, hub
 from infer.weights.folder import load_folder
 from infer.weights.gguf import GGUFFile
 from infer.weights.load import load_gguf
+from infer.weights.packed_folder import write_params
+from infer.weights.packed_form import Calibration
+from infer.weights.safetensors_writer import MAX_SHARD_BYTES
 from infer.weights.slots import Progress
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -43,9 +46,10 @@ class Model:
 
     def __repr__(self) -> str:
         c = self.config
+        weights, dtype = weight_form(self.params), self.params.dtype.name
         return (
             f"Model({self.name!r}: {c.family}, {c.num_layers} layers, width {c.hidden_size}, "
-            f"{self.params.dtype})"
+            f"{dtype}{'' if weights == dtype else f', weights {weights}'})"
         )
 
     @property
@@ -104,7 +108,8 @@ def load(
         packed: keep matrices as they are in the file: least memory.  On a CPU with native
             operations those multiply them so, quantised ones with activations rounded to 8 bits,
             and others unrounded; elsewhere it is for quantised ones, and means "blocks": the file's
-            own blocks, which plain XLA decodes inside the program.  None is True where native
+            own blocks, which plain XLA decodes inside the program.  What `save` wrote packed stays
+            so in any case; True repacks it for the native operations.  None is True where native
             operations are there, else False.
         revision: of a hub id: a branch, tag or commit.
         progress: called with (bytes done, bytes in all) while weights are read.
@@ -125,6 +130,60 @@ def load(
         return model
     # Already there; this also binds them to the device, so that programs run there.
     return dataclasses.replace(model, params=jax.device_put(model.params, target))
+
+
+def save(
+    model: Model | Params,
+    folder: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    calibration: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write a model into a folder that `load` reads; packed weights come back bit for bit.
+
+    What stays in floats has the names and the layout of transformers' checkpoints; packed weights
+    are bytes and scales beside it, and config.json says their formats (docs/quantisation.md).
+    Written whole or not at all.
+
+    Args:
+        model: a Model, or its weights: float arrays and QArrays, as `infer.quantize` gives them.
+        folder: a name that is not taken, or an empty folder.
+        tokenizer: of the weights; a Model has its own.
+        calibration: the token ids [N, S] that `infer.quantize` was given, so that `infer eval` can
+            tell when it is asked to evaluate on them.
+        max_shard_bytes: tensor bytes of one file.
+        progress: called with (bytes done, bytes in all).
+
+    Returns:
+        The weight files.
+
+    Raises:
+        ConfigError: the folder is not empty, there is no tokenizer, weights are packed for this
+            CPU's native operations, or no config.json says what the model is.
+        WeightFormatError: the tokenizer has no form in such a folder.
+    """
+    if isinstance(model, Model):
+        params, tokenizer = model.params, model.tokenizer if tokenizer is None else tokenizer
+    else:
+        params = model
+    if tokenizer is None:
+        raise ConfigError(
+            "a folder that infer.load reads has a tokenizer; pass tokenizer=model.tokenizer, or a"
+            " Model with these weights: dataclasses.replace(model, params=params)"
+        )
+    record = calibration
+    if calibration is not None and not isinstance(calibration, Calibration):
+        record = Calibration.of(calibration)
+    return write_params(
+        params,
+        tokenizer,
+        Path(folder),
+        calibration=record,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+    )
 
 
 def _load(

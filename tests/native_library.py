@@ -7,16 +7,16 @@ from infer import native
 from infer.native import build
 
 
-def build_if_stale() -> str:
+def build_if_stale(*, emulate_tiles: bool = False) -> str:
     """Build the library unless it is there and fresh; returns why that cannot be, or "".
 
-    One process builds, others wait.
+    One process builds, others wait.  `emulate_tiles` is the build's.
     """
     with open(build.__file__) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not build.is_fresh():
+        if not build.is_fresh(build.EMULATED if emulate_tiles else build.LIBRARY):
             try:
-                build.build()
+                build.build(emulate_tiles=emulate_tiles)
             except build.BuildError as error:
                 return str(error)
     return ""

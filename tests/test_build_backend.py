@@ -76,8 +76,22 @@ def test_the_library_goes_into_a_pure_wheel(tmp_path: Path):
 
 
 def test_a_setting_that_is_none_is_an_error():
-    with pytest.raises(ValueError, match="native='maybe'; it can be 'required' or 'no'"):
+    with pytest.raises(SystemExit, match="native='maybe'; it can be 'required' or 'no'"):
         build_backend.build_wheel("/nowhere", {"native": "maybe"})
+
+
+def test_what_is_required_and_cannot_be_built_is_one_line(tmp_path: Path):
+    code = "import build_backend; build_backend._build('required', build_backend.Path('x.so'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "CXX": "/no/such/compiler"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("infer: native=required, and the CPU's native operations cannot")
+    assert done.stderr.endswith("which installs without them, in plain XLA\n")
 
 
 def test_headers_are_not_newer_than_jaxlibs():
@@ -175,10 +189,14 @@ def test_without_a_compiler_the_wheel_is_pure(sources: Path, tmp_path: Path):
     assert len(lines) == 1 and "no C++ compiler: /no/such/compiler not found" in lines[0]
     with zipfile.ZipFile(wheel) as opened:
         assert not [n for n in opened.namelist() if n.endswith(".so")]
+        assert {"infer/eval/corpora/te.txt", "infer/eval/corpora/README.md"} <= {*opened.namelist()}
     code = "from infer import native; print(native.available(), native.why_not())"
     assert "is not built" in run_installed(wheel, tmp_path, code)
     arguments = ("wheel", "--no-build-isolation", "--no-deps", "-C", "native=required")
-    assert pip(*arguments, "-w", tmp_path / "none", sources, **nobody).returncode != 0
+    done = pip(*arguments, "-w", tmp_path / "none", sources, **nobody)
+    assert done.returncode != 0
+    assert "infer: native=required, and the CPU's native" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
     assert not list(tmp_path.glob("none/*.whl"))
 
 

@@ -1,6 +1,8 @@
 """`LLM`: vLLM's names and shapes over what `generate` computes."""
 
+import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +14,10 @@ from infer import LLM, SamplingParams
 from infer.compiling import num_traces
 from infer.errors import ConfigError, RequestError
 from infer.generation.prepare import RunOptions
+from infer.models.params import weight_form
+from infer.native.repack import Packed
+from infer.quant.blocks import FORMATS
+from infer.quant.qarray import QArray
 from tests.models import tiny_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -212,3 +218,33 @@ def test_options_that_are_none_are_refused(llm: LLM) -> None:
         LLM(llm.model, dtype="float32")
     with pytest.raises(RequestError, match="num_slots is 0"):
         LLM(llm.model, num_slots=0)
+
+
+def test_figures_of_the_last_call(tmp_path: Path) -> None:
+    llm = LLM(tiny_folder.write(tmp_path / "tiny"), packed=False)
+    assert (llm.stats, llm.implementation) == ({}, None)
+    llm.generate("hello", GREEDY)
+    (first,) = llm.stats["num_output_tokens"]
+    assert first == len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids)
+    assert llm.stats["implementations"]["linear"] == "xla"
+    assert llm.implementation == llm.stats["implementation"]
+    llm.score(["hello", "you"])
+    assert len(llm.stats["num_prompt_tokens"]) == 2
+
+
+def test_the_form_of_the_weights_is_shown(tmp_path: Path) -> None:
+    llm = LLM(tiny_folder.write(tmp_path / "tiny"), packed=False)
+    assert repr(llm).startswith("LLM(Model(") and repr(llm).endswith(", float32))")
+    params = llm.model.params
+    embed = QArray.create(np.zeros((64, 36), np.uint8), FORMATS["Q4_0"], (64, 64))
+    blocks = dataclasses.replace(params, embed=embed)
+    assert weight_form(blocks) == "packed Q4_0 blocks"
+    panels = dataclasses.replace(
+        params,
+        embed=Packed(np.zeros(1, np.uint8), format="Q8_0", shape=(64, 64)),
+        lm_head=Packed(np.zeros(1, np.uint8), format="BF16", shape=(64, 64)),
+    )
+    model = dataclasses.replace(llm.model, params=panels)
+    assert repr(model).endswith(", float32, weights packed BF16, Q8_0 for native operations)")
+    both = dataclasses.replace(panels, lm_head=embed)
+    assert weight_form(both) == "packed Q8_0 for native operations and packed Q4_0 blocks"

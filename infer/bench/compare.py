@@ -7,6 +7,7 @@ first round warms up and is not counted.
 import contextlib
 import datetime
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ _WARM_UP = 1
 # A run of one case by one engine.
 Engine = Callable[[list[list[int]], int], ours.Timing]
 Spread = dict[str, float]
+# Takes a line about what goes on.
+Say = Callable[[str], None]
+
+
+def say_nothing(line: str) -> None:
+    """Where nobody listens."""
 
 
 def name_of(case: DecodeCase) -> str:
@@ -34,9 +41,23 @@ def name_of(case: DecodeCase) -> str:
 
 @contextlib.contextmanager
 def started_peers(
-    kinds: Sequence[str], folder: Path, path: Path, threads: int
+    kinds: Sequence[str],
+    folder: Path,
+    path: Path,
+    threads: int,
+    *,
+    timeout_s: float = peers.TIMEOUT_S,
+    say: Say = say_nothing,
 ) -> Iterator[list[peers.Peer]]:
     """Start the peers that `kinds` names, with the model loaded, and end them afterwards.
+
+    Args:
+        kinds: keys of `peers.KINDS`.
+        folder: the peers' environment.
+        path: of the GGUF file.
+        threads: that each may use.
+        timeout_s: seconds that one answer of a peer may take.
+        say: called with a line before and after each start.
 
     Raises:
         NoPeersError: there is no environment of peers in `folder`.
@@ -47,8 +68,10 @@ def started_peers(
         for kind in kinds:
             for script, dtype, label in peers.KINDS[kind]:
                 python = peers.python_of(folder)
-                peer = peers.Peer.start(python, script, dtype, label, path, threads)
+                say(f"{label}: starts and loads {path.name}")
+                peer = peers.Peer.start(python, script, dtype, label, path, threads, timeout_s)
                 stack.callback(peer.close)
+                say(f"{label}: ready after {peer.start_s:.1f} s")
                 peer.settle()
                 started.append(peer)
         yield started
@@ -60,6 +83,7 @@ def run_rounds(
     ids: Sequence[int],
     rounds: int,
     before: Callable[[], None] = lambda: None,
+    say: Say = say_nothing,
 ) -> dict[str, dict[str, list[ours.Timing]]]:
     """Return each case's timings by engine, one a counted round.
 
@@ -69,6 +93,7 @@ def run_rounds(
         ids: the text that prompts are cut from.
         rounds: counted ones.
         before: called before each round, the first included.
+        say: called with a line after each engine's turn.
     """
     timings = {name_of(case): {label: [] for label in engines} for case in cases}
     for turn in range(_WARM_UP + rounds):
@@ -77,7 +102,11 @@ def run_rounds(
         for case in cases:
             prompts = prompt_rows(ids, case)
             for label in labels:
+                start = time.perf_counter()
                 timing = engines[label](prompts, case.new_tokens)
+                seconds = time.perf_counter() - start
+                which = f"round {turn} of {rounds}" if turn >= _WARM_UP else "warm-up"
+                say(f"{which}, {name_of(case)}, {label}: {seconds:.2f} s")
                 if turn >= _WARM_UP:
                     timings[name_of(case)][label].append(timing)
     return timings
@@ -87,8 +116,7 @@ def engine_of_peer(peer: peers.Peer, reuse: bool = False) -> Engine:
     """Return a peer as an engine; its turn ends when its threads sleep."""
 
     def run(prompts: list[list[int]], new_tokens: int) -> ours.Timing:
-        more = {"reuse": True} if reuse else {}
-        answer = peer.ask("generate", prompts=prompts, new_tokens=new_tokens, **more)
+        answer = peer.generate(prompts, new_tokens, reuse)
         peer.settle()
         return ours.Timing(**answer)
 
@@ -104,6 +132,8 @@ def measure(
     rounds: int,
     threads: int,
     reuse: bool = False,
+    kv_dtype: str | None = None,
+    say: Say = say_nothing,
 ) -> dict[str, Any]:
     """Return all figures of one model: see `infer bench --help`.
 
@@ -116,6 +146,9 @@ def measure(
         threads: that read memory, for the bandwidth.
         reuse: peers keep the keys and values of a prompt from round to round, for long ones; their
             times to the first token then mean nothing.
+        kv_dtype: of our cache, as in `infer.generate`; peers keep their own, which is in the result
+            as their "cache".
+        say: called with a line after each engine's turn.
     """
     memory = ReadBandwidth(threads)
     bandwidth: list[float] = []
@@ -126,10 +159,10 @@ def measure(
         bandwidth.append(memory.measure())
 
     engines: dict[str, Engine] = {
-        "ours": lambda prompts, new_tokens: ours.run(params, prompts, new_tokens)
+        "ours": lambda prompts, new_tokens: ours.run(params, prompts, new_tokens, kv_dtype)
     }
     engines |= {peer.label: engine_of_peer(peer, reuse) for peer in started}
-    timings = run_rounds(engines, cases, ids, rounds, before)
+    timings = run_rounds(engines, cases, ids, rounds, before, say)
     bandwidth = bandwidth[_WARM_UP:]
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
@@ -138,7 +171,7 @@ def measure(
         "rounds": rounds,
         "busy_cores": max(busy),
         "read_bandwidth": spread(bandwidth),
-        "ours": ours.describe(params),
+        "ours": ours.describe(params, kv_dtype),
         "peers": {peer.label: about(peer) for peer in started},
         "cases": {},
     }
@@ -153,7 +186,7 @@ def measure(
             found[f"ratio_{name}"] = ratio["median"]
             ranges[f"ratio_{name}"] = [ratio["min"], ratio["max"]]
         if name == "decode_b1":
-            num_bytes = ours.step_bytes(params, case)
+            num_bytes = ours.step_bytes(params, case, kv_dtype)
             row["bytes_a_step"] = num_bytes
             rates = [t.decode_rate() * num_bytes for t in timings[name]["ours"]]
             fraction = spread([x / y for x, y in zip(rates, bandwidth, strict=True)])
@@ -214,12 +247,16 @@ def text_of(found: dict[str, Any]) -> str:
     mine = found["ours"]
     ran = ", ".join(sorted(set(mine["implementations"].values())))
     lines = [
-        f"{found['model']} on {found['cpu']}, {found['threads']} threads, {found['rounds']} rounds",
-        f"ours: {mine['weights']} weights, {ran}; native operations: {mine['native']}",
+        f"{found['model']} on {found['cpu']}, {counted(found['threads'], 'thread')}, "
+        f"{counted(found['rounds'], 'round')}",
+        f"ours: {mine['weights']} weights, {mine['cache']} cache, {ran}; native operations: "
+        f"{mine['native']}",
     ]
     for label, peer in found["peers"].items():
         build = peer.get("build_flags", "not recorded")
-        lines.append(f"{label} {peer['version']}: {peer['system_info'].strip()} build: {build}")
+        cache = peer.get("cache", "not recorded")
+        info = peer["system_info"].strip()
+        lines.append(f"{label} {peer['version']}: {info} build: {build} cache: {cache}")
     lines.append(f"{'':<12}{'engine':<18}{'tokens/s':>26}{'ours / peer':>22}")
     for name, row in found["cases"].items():
         for label, rates in row["tokens_per_s"].items():
@@ -239,6 +276,11 @@ def text_of(found: dict[str, Any]) -> str:
             f"other work took up to {found['busy_cores']:.1f} cores: do not rely on these figures"
         )
     return "\n".join(lines)
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things: "1 round", "3 rounds"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _range(values: Spread, style: str) -> str:

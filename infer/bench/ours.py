@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import infer
 from infer import native
@@ -43,11 +44,18 @@ class Timing:
         return case.batch * case.prompt_tokens / self.ttft_s
 
 
-def run(params: Params, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
+def run(
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    kv_dtype: str | None = None,
+) -> Timing:
     """Generate greedily past the end-of-sequence ids; host work counts into `ttft_s`."""
     sampling = infer.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     start = time.perf_counter()
-    out = infer.generate(params, prompts, sampling=sampling, num_slots=len(prompts))
+    out = infer.generate(
+        params, prompts, sampling=sampling, num_slots=len(prompts), kv_dtype=kv_dtype
+    )
     wall_s = time.perf_counter() - start
     later = len(prompts) * (new_tokens - 1)
     decode_s = later / out.stats["decode_tokens_per_s"] if later else 0.0
@@ -62,10 +70,10 @@ def run(params: Params, prompts: Sequence[Sequence[int]], new_tokens: int) -> Ti
     )
 
 
-def model_shape(params: Params) -> ModelShape:
+def model_shape(params: Params, kv_dtype: str | None = None) -> ModelShape:
     """Return what a decode step of `params` multiplies with, reads and caches."""
     config = params.config
-    itemsize = params.dtype.itemsize
+    itemsize = jnp.dtype(kv_dtype or params.dtype).itemsize
     is_weight = lambda x: isinstance(x, (QArray, Packed))
     leaves = jax.tree.leaves(params.layers, is_leaf=is_weight)
     matrices = [leaf.shape for leaf in leaves if len(leaf.shape) == 2]
@@ -86,11 +94,11 @@ def model_shape(params: Params) -> ModelShape:
     )
 
 
-def step_bytes(params: Params, case: DecodeCase) -> int:
+def step_bytes(params: Params, case: DecodeCase, kv_dtype: str | None = None) -> int:
     """Return what one decode step of `case` reads: weights as they lie in memory, cached keys and
     values.
     """
-    shape = model_shape(params)
+    shape = model_shape(params, kv_dtype)
     kv_bytes = roofline.kv_bytes_read(shape.layers, round(case.context))
     return round(shape.weight_bytes + case.batch * kv_bytes)
 
@@ -135,7 +143,7 @@ def cold_start(model: str, dtype: str | None) -> dict[str, dict[str, float]]:
     return figures
 
 
-def describe(params: Params) -> dict[str, Any]:
+def describe(params: Params, kv_dtype: str | None = None) -> dict[str, Any]:
     """Return what a result line says about our engine."""
     head = params.embed if params.lm_head is None else params.lm_head
     return {
@@ -143,6 +151,7 @@ def describe(params: Params) -> dict[str, Any]:
         "jax": jax.__version__,
         "dtype": params.dtype.name,
         "weights": "packed" if isinstance(head, (QArray, Packed)) else params.dtype.name,
-        "native": native.why_not() or native.isa(),
-        "native_threads": native.num_threads(),
+        "cache": kv_dtype or params.dtype.name,
+        "native": native.why_not_by_default() or native.isa(),
+        "native_threads": native.num_threads() if native.by_default() else None,
     }

@@ -2,9 +2,14 @@
 
 import contextlib
 import json
+import math
 import os
+import shlex
+import signal
 import subprocess
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +34,16 @@ KINDS = {
 # Cores that other work may take while engines are compared; more is a busy machine.
 QUIET_CORES = 0.2
 
+# Seconds that one answer may take: large models load, and long prompts are read, for minutes.
+TIMEOUT_S = 900.0
+# Characters of one answer; the largest, tokens of a batch, have thousands.
+_MOST_ANSWER = 64 << 20
+# Seconds that a peer has to end by itself when its input is closed.
+_GRACE_S = 10.0
 
-class PeerError(RuntimeError):
-    """A peer cannot be started or has answered with an error."""
+
+class PeerError(ChildProcessError):
+    """A peer cannot be started, is silent, or has answered with an error or with nonsense."""
 
 
 class NoPeersError(ValueError):
@@ -44,6 +56,8 @@ class Peer:
 
     Attributes:
         label: its name in reports.
+        process: in a process group of its own.
+        timeout_s: seconds that one answer may take.
         start_s: from starting the process to the loaded model, imports included.
         load_s: of the model alone.
         info: what it says about itself.
@@ -53,6 +67,7 @@ class Peer:
 
     label: str
     process: subprocess.Popen
+    timeout_s: float = TIMEOUT_S
     start_s: float = 0.0
     load_s: float = 0.0
     info: str = ""
@@ -61,47 +76,166 @@ class Peer:
 
     @classmethod
     def start(
-        cls, python: Path, script: str, dtype: str | None, label: str, path: Path, threads: int
+        cls,
+        python: Path,
+        script: str,
+        dtype: str | None,
+        label: str,
+        path: Path,
+        threads: int,
+        timeout_s: float = TIMEOUT_S,
     ) -> "Peer":
-        """Start the process and load the model."""
+        """Start the process and load the model; a process that fails at it is ended.
+
+        Raises:
+            PeerError: it does not start, or `ask` says why not.
+        """
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         environment |= _SLEEPING.get(script, {})
         begin = time.perf_counter()
-        process = subprocess.Popen(
-            [str(python), str(_SCRIPTS / script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-        peer = cls(label, process)
-        options = {} if dtype is None else {"dtype": dtype}
-        answer = peer.ask("load", path=str(path), threads=threads, **options)
-        peer.start_s = time.perf_counter() - begin
-        peer.load_s, peer.info = answer["load_s"], answer["info"]
-        peer.version = answer["version"]
-        peer.details = answer.get("details", {})
+        try:
+            process = subprocess.Popen(
+                [str(python), str(_SCRIPTS / script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # a group of its own, which can be ended as one
+            )
+        except OSError as error:
+            raise PeerError(
+                f"{label}: {python} cannot be run ({error.strerror or error}); make the peers' "
+                "environment anew with scripts/peers.sh"
+            ) from None
+        peer = cls(label, process, timeout_s)
+        try:
+            options = {} if dtype is None else {"dtype": dtype}
+            answer = peer.ask("load", path=str(path), threads=threads, **options)
+            peer.start_s = time.perf_counter() - begin
+            peer.load_s = peer._seconds("load", answer, "load_s")
+            peer.info, peer.version = (peer._text(answer, name) for name in ("info", "version"))
+            details = answer.get("details", {})
+            if not isinstance(details, dict):
+                raise peer._nonsense("load", f"'details' is {details!r:.80}, not an object")
+            peer.details = details
+        except BaseException:
+            peer.kill()
+            peer.close()
+            raise
         return peer
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """Send one request and return its answer."""
+        """Send one request and return its answer.
+
+        Raises:
+            PeerError: the process has ended, does not answer within `timeout_s` seconds, or
+                answers with an error or with no JSON object.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+        request = json.dumps({"op": op, **arguments}) + "\n"
+        line = b""
+        with self._limited() as is_late:
+            # A process that has ended breaks the pipe.
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(request.encode())
+                self.process.stdin.flush()
+                line = self.process.stdout.readline(_MOST_ANSWER)
+        if is_late():
+            raise PeerError(
+                f"{self.label} has not answered {op!r} within {self.timeout_s:g} s and was ended; "
+                "give it longer (infer bench --peer-timeout), or a smaller case"
+            )
         if not line:
             raise PeerError(
-                f"{self.label} ended with status {self.process.wait()}; run {self.process.args} "
-                "by hand to see why"
+                f"{self.label} ended with status {self._status()}; run "
+                f"{shlex.join(map(str, self._command()))} by hand to see why"
             )
-        answer = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            raise self._nonsense(op, f"it says {line[:80]!r}") from None
+        if not isinstance(answer, dict) or not isinstance(answer.get("ok"), bool):
+            raise self._nonsense(op, f"it says {line[:80]!r}")
         if not answer.pop("ok"):
-            raise PeerError(f"{self.label}: {answer['error']}")
+            error = str(answer.get("error", "an error without a word"))
+            raise PeerError(f"{self.label}: {error[:500]}")
         return answer
+
+    def generate(
+        self, prompts: list[list[int]], new_tokens: int, reuse: bool = False
+    ) -> dict[str, Any]:
+        """Return the peer's `ttft_s`, `decode_s` and `tokens` for a batch, checked.
+
+        Raises:
+            PeerError: as of `ask`, or these are not what was asked for.
+        """
+        more = {"reuse": True} if reuse else {}
+        answer = self.ask("generate", prompts=prompts, new_tokens=new_tokens, **more)
+        tokens = answer.get("tokens")
+        if not (
+            isinstance(tokens, list)
+            and len(tokens) == len(prompts)
+            and all(isinstance(row, list) and len(row) == new_tokens for row in tokens)
+            and all(type(token) is int for row in tokens for token in row)
+        ):
+            raise self._nonsense(
+                "generate", f"'tokens' are not {len(prompts)} rows of {new_tokens} ids"
+            )
+        return {
+            "ttft_s": self._seconds("generate", answer, "ttft_s", above_0=True),
+            "decode_s": self._seconds("generate", answer, "decode_s", above_0=new_tokens > 1),
+            "tokens": tokens,
+        }
+
+    def _nonsense(self, op: str, what: str) -> PeerError:
+        return PeerError(
+            f"{self.label} has answered {op!r} with what is no answer: {what}; its script must "
+            f"speak the protocol of {_SCRIPTS / 'peer_protocol.py'}"
+        )
+
+    def _seconds(self, op: str, answer: dict[str, Any], name: str, above_0: bool = False) -> float:
+        value = answer.get(name)
+        seconds = math.nan
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):
+                seconds = float(value)
+        if not 0 <= seconds < math.inf or (above_0 and seconds == 0):
+            raise self._nonsense(op, f"{name!r} is {value!r:.80}, not a number of seconds")
+        return seconds
+
+    def _text(self, answer: dict[str, Any], name: str) -> str:
+        value = answer.get(name)
+        if not isinstance(value, str):
+            raise self._nonsense("load", f"{name!r} is {value!r:.80}, not a string")
+        return value
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[Callable[[], bool]]:
+        """End the process if the block takes longer than `timeout_s`; gives whether it did."""
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self.kill()
+
+        timer = threading.Timer(self.timeout_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield late.is_set
+        finally:
+            timer.cancel()
+
+    def _status(self) -> int | str:
+        """Return the exit status of a process that has closed its output."""
+        try:
+            return self.process.wait(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
+            return "unknown: it has closed its output and runs on"
+
+    def _command(self) -> list[str]:
+        args = self.process.args
+        return args if isinstance(args, list) else [str(args)]  # type: ignore[return-value]
 
     def settle(self, most_s: float = 2.0) -> float:
         """Wait until the process burns no more CPU; return the seconds that took.
@@ -124,12 +258,22 @@ class Peer:
         time.sleep(seconds)
         return (_cpu_seconds(self.process.pid) - before) / seconds
 
+    def kill(self) -> None:
+        """End the process and all that it has started, at once."""
+        if self.process.returncode is None:  # not waited for, so that the number is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
     def close(self) -> None:
-        """End the process by closing its input."""
+        """End the process by closing its input, or by force where that is not enough."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.process.wait(timeout=30)
+        try:
+            self.process.wait(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self.process.wait()
         self.process.stdout.close()
 
 
@@ -140,7 +284,7 @@ def python_of(folder: Path) -> Path:
         NoPeersError: there is none in `folder`.
     """
     python = folder / "bin" / "python"
-    if not python.exists():
+    if not os.path.exists(python):  # not Path.exists, which raises where nothing may be seen
         raise NoPeersError(
             f"{folder} has no environment of peers; in a checkout of the sources run: bash "
             f"scripts/peers.sh {folder}"

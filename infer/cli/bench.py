@@ -2,6 +2,7 @@
 
 import enum
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from infer.bench.cases import TEXT, DecodeCase
 from infer.cli.loading import load_model, use_compilation_cache
+from infer.cli.options import KVDtypeOption, value_of
 
 _PEERS = ("llama.cpp", "transformers")
 _PREFILL_TOKENS = 512
@@ -45,14 +47,21 @@ def bench(
     peers: Annotated[
         Path, typer.Option(help="The peers' environment (scripts/peers.sh makes it).")
     ] = Path(".venv-peers"),
+    peer_timeout: Annotated[
+        float, typer.Option(help="Seconds that one answer of a peer may take, 1 to 86400.")
+    ] = 900,
+    kv_dtype: KVDtypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure decode or prefill speed: greedy, past end-of-sequence ids, medians over rounds.
 
     Every engine gets the same file, cores and prompt ids, and answers in turn.  bandwidth_fraction
     is the bytes of a decode step at batch 1 (packed weights, cached keys and values) over its time,
-    over the bandwidth at which all threads read 512 MB of memory.
+    over the bandwidth at which all threads read 512 MB of memory.  --kv-dtype is that of our cache;
+    the result states each engine's.  What goes on is told on standard error.
     """
+    if not 1 <= peer_timeout <= 86400:
+        raise ValueError(f"--peer-timeout is {peer_timeout:g}; give seconds from 1 to 86400")
     kinds = peer_names(against)
     cases = cases_of(what, batch, prompt_tokens, new_tokens)
     use_compilation_cache()
@@ -60,7 +69,7 @@ def bench(
     from infer.bench.machine import use_threads
 
     cores = use_threads(threads)
-    found = measured(model, kinds, cases, rounds, cores, peers)
+    found = measured(model, kinds, cases, rounds, cores, peers, peer_timeout, value_of(kv_dtype))
     found = {"benchmark": what.value, **found}
     if as_json:
         print(json.dumps(found))
@@ -71,22 +80,50 @@ def bench(
 
 
 def measured(
-    model: str, kinds: list[str], cases: list[DecodeCase], rounds: int, threads: int, folder: Path
+    model: str,
+    kinds: list[str],
+    cases: list[DecodeCase],
+    rounds: int,
+    threads: int,
+    folder: Path,
+    timeout_s: float,
+    kv_dtype: str | None,
 ) -> dict[str, Any]:
     """Return all figures, with the model's name and our load time."""
     from infer.bench import compare
     from infer.bench.peers import python_of
+    from infer.generation.prepare import RunOptions
 
+    # What can be wrong is told before a model is loaded.
     if kinds:
-        python_of(folder)  # a missing environment is told before a model is loaded
+        python_of(folder)
+    for case in cases:
+        RunOptions(num_slots=case.batch, kv_dtype=kv_dtype)
+    say(f"ours: loads {model}")
     loaded, load_s = load_model(model)
     if kinds and not loaded.path.is_file():
         raise ValueError(f"{model} is a folder; peers read a GGUF file, so give one")
     ids = loaded.tokenizer.encode(TEXT)
-    with compare.started_peers(kinds, folder, loaded.path, threads) as started:
-        found = compare.measure(loaded.params, ids, cases, started, rounds=rounds, threads=threads)
+    with compare.started_peers(
+        kinds, folder, loaded.path, threads, timeout_s=timeout_s, say=say
+    ) as started:
+        found = compare.measure(
+            loaded.params,
+            ids,
+            cases,
+            started,
+            rounds=rounds,
+            threads=threads,
+            kv_dtype=kv_dtype,
+            say=say,
+        )
     found["ours"]["load_s"] = load_s
     return {"model": model, "file": loaded.path.name, **found}
+
+
+def say(line: str) -> None:
+    """Tell on standard error what goes on."""
+    print(f"infer: {line}", file=sys.stderr, flush=True)
 
 
 def cases_of(
@@ -103,13 +140,13 @@ def cases_of(
         tokens = prompt_tokens or _PREFILL_TOKENS
         return [
             DecodeCase(batch=size, prompt_tokens=tokens, new_tokens=1)
-            for size in batch_sizes(batch or "1")
+            for size in batch_sizes("1" if batch is None else batch)
         ]
     return [
         DecodeCase(batch=1, prompt_tokens=_PREFILL_TOKENS, new_tokens=1),
         *(
             DecodeCase(batch=size, prompt_tokens=prompt_tokens or 32, new_tokens=new_tokens or 64)
-            for size in batch_sizes(batch or "1,8,32")
+            for size in batch_sizes("1,8,32" if batch is None else batch)
         ),
     ]
 
@@ -133,9 +170,11 @@ def batch_sizes(text: str) -> list[int]:
     Raises:
         ValueError: one is no positive number, or comes twice.
     """
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(set(parts)) < len(
-        parts
-    ):
-        raise ValueError(f"--batch is {text!r}; give different positive numbers, such as 1,8,32")
-    return [int(part) for part in parts]
+    parts = [part.strip() for part in text.split(",")]
+    # Nine digits: int() refuses thousands of them in words of its own.
+    numbers = [int(part) for part in parts if part.isdecimal() and len(part) <= 9]
+    if len(numbers) < len(parts) or 0 in numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"--batch is {text!r:.80}; give different positive numbers, such as 1,8,32"
+        )
+    return numbers

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infer.cli.generate import (
+from infer.cli.generate import write_stream
+from infer.cli.loading import load_model, use_compilation_cache
+from infer.cli.options import (
     DtypeOption,
     MinPOption,
     ModelOption,
@@ -15,9 +17,7 @@ from infer.cli.generate import (
     TemperatureOption,
     TopKOption,
     TopPOption,
-    write_stream,
 )
-from infer.cli.loading import load_model, use_compilation_cache
 from infer.cli.request import Prompt, sampling_fields, sampling_params
 from infer.errors import ConfigError
 

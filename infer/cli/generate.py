@@ -9,9 +9,23 @@ from typing import Annotated, Any
 
 import typer
 
+from infer import native
 from infer.cli.batch import Batch
 from infer.cli.interrupt import interruptible
-from infer.cli.loading import load_model, use_compilation_cache
+from infer.cli.loading import check_name, load_model, use_compilation_cache
+from infer.cli.options import (
+    DtypeOption,
+    ImplementationOption,
+    KVDtypeOption,
+    MinPOption,
+    ModelOption,
+    PackedOption,
+    SeedOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    value_of,
+)
 from infer.cli.request import Prompt, read_batch, read_prompts, sampling_fields, sampling_params
 from infer.errors import ConfigError
 from infer.serve.batch_file import is_openai_batch
@@ -19,27 +33,6 @@ from infer.serve.batch_file import is_openai_batch
 # Of the result's figures, those that `--json` prints beside load_s; the last two only if present.
 _STATS = ("compile_s", "ttft_s", "decode_tokens_per_s", "prefill_tokens_per_s", "compiles")
 _OPTIONAL_STATS = ("acceptance_rate", "seed")
-
-ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="A known name, a GGUF file, a folder, or a hub id.")
-]
-TemperatureOption = Annotated[
-    float | None, typer.Option(help="0 is greedy [default: 0; 1 with a sampling option].")
-]
-TopPOption = Annotated[float | None, typer.Option(help="Likeliest tokens of this mass.")]
-TopKOption = Annotated[int | None, typer.Option(help="Likeliest K tokens; 0 or -1: all.")]
-MinPOption = Annotated[float | None, typer.Option(help="Tokens this likely beside the top.")]
-SeedOption = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-DtypeOption = Annotated[
-    str | None, typer.Option(help="float32, bfloat16, ... [default: the backend's best].")
-]
-PackedOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--packed/--no-packed",
-        help="Keep quantised weights packed: least memory [default: where that is fastest].",
-    ),
-]
 
 
 def generate(
@@ -76,32 +69,42 @@ def generate(
         bool, typer.Option("--chat", help="Each prompt is a user's message: use the chat template.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    num_slots: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None,
-    page_size: Annotated[int | None, typer.Option(help="Tokens a cache page.")] = None,
-    prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens a prefill step.")] = None,
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(help="Of the cache: float32, bfloat16, float16 [default: activations']."),
+    num_slots: Annotated[
+        int | None, typer.Option(min=1, help="Sequences that run at once.")
     ] = None,
-    implementation: Annotated[
-        str | None,
-        typer.Option(help="xla, native, triton or mosaic [default: each operation's best here]."),
+    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens a cache page.")] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens a prefill step.")
     ] = None,
+    kv_dtype: KVDtypeOption = None,
+    implementation: ImplementationOption = None,
     dtype: DtypeOption = None,
     packed: PackedOption = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="Quantise after loading, without calibration: rtn8 to rtn2 (rtn4-g32), int8, "
+            "llm-int8, fp8, nf4, fp4, mxfp4, mxfp6, mxfp8, nvfp4."
+        ),
+    ] = None,
 ) -> None:
     """Generate text from prompts; the text goes to standard output, figures to standard error."""
     if logprobs and not as_json:
         raise ValueError("--logprobs needs --json")
     if prompts and batch_file is not None:
         raise ValueError("give prompts or --batch-file, not both")
+    if quantize is not None:
+        if packed is not None:
+            raise ConfigError("--packed keeps the file's own weights, --quantize packs others")
+        check_name(quantize)
+    load = lambda: load_model(model, dtype, packed, value_of(implementation), quantize=quantize)
     batch = None if batch_file is None else read_batch(batch_file)
     given = {
         "num_slots": num_slots,
         "page_size": page_size,
         "prefill_chunk": prefill_chunk,
-        "implementation": implementation,
-        "kv_dtype": kv_dtype,
+        "implementation": value_of(implementation),
+        "kv_dtype": value_of(kv_dtype),
     }
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if batch is not None and is_openai_batch(batch[1]):
@@ -119,7 +122,7 @@ def generate(
             "seed": seed,
         }
         job = Batch(*batch, out=out, model=model, defaults=given, as_json=as_json)
-        job.run(lambda: load_model(model, dtype, packed, implementation), options)
+        job.run(load, options)
         return
     if out is not None:
         raise ConfigError(
@@ -137,20 +140,22 @@ def generate(
         seed=seed,
     )
     sampling = [sampling_params(base, prompt) for prompt in todo]
-    loaded, load_s = load_model(model, dtype, packed, implementation)
+    loaded, load_s = load()
     given = model_prompts(loaded, [prompt.text for prompt in todo], chat)
     if len(todo) == 1 and not as_json and sys.stdout.isatty():
         pieces = loaded.stream(given[0], sampling=sampling[0], **options)
         text, stats = write_stream(pieces, take=lambda: interruptible(lambda: next(pieces, None)))
         print()
-        print(summary({**stats, "load_s": load_s}, text, loaded), file=sys.stderr)
+        stats = {**stats, "load_s": load_s, "reason": why_plain(options)}
+        print(summary(stats, text, loaded), file=sys.stderr)
         return
     result = interruptible(lambda: loaded.generate(given, sampling=sampling, **options))
     if as_json:
         print(json.dumps(as_object(model, todo, result, load_s, logprobs), allow_nan=False))
         return
     print(as_text(todo, result.text))
-    print(summary({**result.stats, "load_s": load_s}), file=sys.stderr)
+    stats = {**result.stats, "load_s": load_s, "reason": why_plain(options)}
+    print(summary(stats), file=sys.stderr)
 
 
 def model_prompts(loaded: Any, texts: list[str], chat: bool) -> list[Any]:
@@ -260,4 +265,13 @@ def summary(stats: dict[str, Any], text: str = "", model: Any = None) -> str:
     if stats.get("compiles"):
         parts.append(f"compiled in {stats['compile_s']:.2f} s")
     parts += [str(stats[name]) for name in ("backend", "implementation") if stats.get(name)]
+    if stats.get("reason") and stats.get("backend") == "cpu":
+        parts[-1] += f" ({stats['reason']})"
     return ", ".join(parts)
+
+
+def why_plain(options: dict[str, Any]) -> str:
+    """Return why native operations that are there do not run, if only a variable keeps them."""
+    if options.get("implementation") is None and native.switched_off():
+        return native.why_not_by_default()
+    return ""

@@ -3,9 +3,9 @@ who could have the native operations and have not.
 """
 
 import importlib.util
-import os
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from infer import native
@@ -15,11 +15,15 @@ from infer.native.formats import FORMATS
 _GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin")
 
 
-def runs_here(params_by_type: Mapping[str, int]) -> dict[str, Any]:
+def runs_here(
+    params_by_type: Mapping[str, int], planar: Mapping[str, bool] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return what `infer generate` would run for a model here.
 
     Args:
         params_by_type: numbers in the model, by the type that the file has them in.
+        planar: those of the types that are formats of `infer.save`: whether there are kernels for
+            them.
 
     Returns:
         backend: "cpu" or "gpu".
@@ -31,12 +35,12 @@ def runs_here(params_by_type: Mapping[str, int]) -> dict[str, Any]:
     report = dict.fromkeys(("implementation", "isa", "num_threads", "reason"))
     if (backend := _backend()) != "cpu":
         return {"backend": backend, **report, "xla_products": []}
-    if os.environ.get("INFER_NATIVE") == "0":
-        reason = "INFER_NATIVE is 0"
-    elif not (reason := native.why_not()):
+    if not (reason := native.why_not_by_default()):
         # One in a hundred: norms and biases are F32 in every file.
         few = sum(params_by_type.values()) / 100
-        rest = sorted(t for t, n in params_by_type.items() if n > few and t not in FORMATS)
+        rest = sorted(
+            t for t, n in params_by_type.items() if n > few and not planar.get(t, t in FORMATS)
+        )
         return {
             "backend": "cpu",
             "implementation": "native",
@@ -65,7 +69,7 @@ def say_what_is_missing() -> None:
     """Write one line to standard error if plain XLA will run on a CPU that could do better."""
     from infer.backend import default_platform
 
-    if os.environ.get("INFER_NATIVE") == "0" or build.unsupported() or default_platform() != "cpu":
+    if native.switched_off() or build.unsupported() or default_platform() != "cpu":
         return
     if reason := native.why_not():
         print(f"infer: plain XLA, without the faster native operations: {reason}", file=sys.stderr)

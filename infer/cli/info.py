@@ -4,6 +4,7 @@ headers; JAX only where there may be a GPU.
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,9 @@ def info(
     found, files = summary_of(path)
     report = report_of(model, files, found, context)
     params = {name: total.params for name, total in found.types.items()}
-    report["runs_here"] = implementation.runs_here(params)
+    said = found.quantisation
+    planar = {} if said is None else {name: name not in said.in_xla for name in said.formats}
+    report["runs_here"] = implementation.runs_here(params, planar)
     if chip is not None:
         report["chip"] = chip_report(found, hardware.get_chip(chip), report["context"])
     print(json.dumps(report) if as_json else text_of(report))
@@ -117,6 +120,9 @@ def report_of(model: str, files: list[Path], found: Summary, context: int | None
             name: {"tensors": total.tensors, "params": total.params, "bytes": total.num_bytes}
             for name, total in found.types.items()
         },
+        "quantisation": None
+        if found.quantisation is None
+        else dataclasses.asdict(found.quantisation),
         "kv_bytes_per_token": {name: round(size) for name, size in per_token.items()},
         "context": tokens,
         # Of one sequence of `context` tokens in bf16: every layer in full pages, and with sliding
@@ -179,6 +185,8 @@ def text_of(report: dict[str, Any]) -> str:
             f"    {name:<12} {total['tensors']:>5} tensors {total['params']:>15,} parameters "
             f"{total['bytes'] / 1e6:>10,.1f} MB"
         )
+    if report["quantisation"] is not None:
+        lines += _quantisation_lines(report["quantisation"], report["num_layers"])
     if report["num_layers"]:
         lines += _cache_lines(report)
     lines.append(f"  runs here      {implementation.text_of(report['runs_here'])}")
@@ -216,6 +224,56 @@ def _experts_text(report: dict[str, Any]) -> str:
         f", {report['num_active_params']:,} active "
         f"({report['num_experts_used']} of {report['num_experts']} experts)"
     )
+
+
+def _quantisation_lines(found: dict[str, Any], num_layers: int) -> list[str]:
+    lines = []
+    for name, format in found["formats"].items():
+        bits = found["bits_per_weight"][name]
+        lines.append(
+            f"  quantised      {printable(name)}: {_format_text(format)}; {bits:.3f} bits a weight"
+        )
+    stayed = _by_pattern(found["stayed"], num_layers)
+    lines += [f"  stays          {printable(name)} ({kind})" for name, kind in stayed.items()]
+    used = found["calibration"]
+    if used is None:
+        return [*lines, "  calibration    none recorded"]
+    return [
+        *lines,
+        f"  calibration    {printable(str(used.get('num_tokens')))} tokens, sha256 of the "
+        f"{printable(str(used.get('of')))} {printable(str(used.get('sha256')))}",
+    ]
+
+
+def _format_text(format: dict[str, Any]) -> str:
+    """Return a format in words."""
+    if format["layout"] == "blocks":
+        return "blocks of GGUF"
+    group, rows = format["group"], format["rows"]
+    if group:
+        per = f"{group} weights" if rows == 1 else f"{rows or 'all'} x {group} weights"
+    else:
+        per = "row" if rows else "matrix"
+    kind = "integers" if format["code"] == "int" else format["code"]
+    text = f"{format['bits']}-bit {kind}, a {format['scale_dtype']} scale for each {per}"
+    text += "" if format["symmetric"] else ", zero points"
+    acts = format["activations"]
+    return text + (f", activations in {acts}" if acts else "")
+
+
+def _by_pattern(names: dict[str, str], num_layers: int) -> dict[str, str]:
+    """Return names with `*` for the layer's number where all layers have one, else their
+    numbers; those of one dtype together.
+    """
+    layers: dict[tuple[str, str], list[str]] = {}
+    for name, kind in names.items():
+        match = re.search(r"\.(\d+)\.", name)
+        pattern = name if match is None else f"{name[: match.start()]}.%.{name[match.end() :]}"
+        layers.setdefault((pattern, kind), []).append("" if match is None else match[1])
+    return {
+        pattern.replace("%", "*" if len(found) == num_layers else ",".join(found), 1): kind
+        for (pattern, kind), found in layers.items()
+    }
 
 
 def _cache_lines(report: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from infer.cli import bench, chat, convert, generate, info, models
+from infer.cli import bench, chat, convert, eval, generate, info, models, quantize
 from infer.errors import CapacityError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -45,7 +45,9 @@ app.command("pull")(models.pull)
 app.command("models")(models.models)
 app.command("info")(info.info)
 app.command("convert")(convert.convert)
+app.command("quantize")(quantize.quantize)
 app.command("bench")(bench.bench)
+app.add_typer(eval.app, name="eval")
 
 
 def _print_version(wanted: bool) -> bool:
@@ -119,7 +121,9 @@ def explain(error: Exception) -> tuple[int, str]:
     if isinstance(error, _UsageError):
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "infer"
-        return BAD_INPUT, f"{_line(error.format_message())} (see {command} --help)"  # type: ignore
+        message = _line(error.format_message())  # type: ignore[attr-defined]
+        # "Value error, ": how the parser's library begins what a type has to say.
+        return BAD_INPUT, f"{message.replace('Value error, ', '')} (see {command} --help)"
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
     else:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from infer.backend import DeviceLike, device_of, find_device, on_device, place
 from infer.errors import ConfigError, RequestError
@@ -66,7 +67,7 @@ def generate(
     share_prefixes: bool = True,
     implementation: str | None = None,
     command_buffers: bool = True,
-    kv_dtype: str | None = None,
+    kv_dtype: DTypeLike | None = None,
     device: DeviceLike = None,
 ) -> Any:
     """Generate from every prompt: prefill, decode, sampling and refill of slots in one compiled
@@ -100,9 +101,9 @@ def generate(
             `stats["implementations"]` says what ran.
         command_buffers: on an NVIDIA GPU, run the whole loop as one CUDA graph, without a launch
             from the host for each kernel; False turns that off.
-        kv_dtype: of cached keys and values: "float32", "bfloat16" or "float16"; None is the dtype
-            of the activations.  Half the bytes are read at each step of a long sequence; float16
-            holds numbers up to 65,504.
+        kv_dtype: of cached keys and values: float32, bfloat16 or float16, as a name or a dtype;
+            None is the dtype of the activations.  Half the bytes are read at each step of a long
+            sequence; float16 holds numbers up to 65,504.
         device: where this call runs: a jax.Device, "cpu", "gpu", or one of several like "cpu:1".
             Weights that lie elsewhere are copied there for this call, `stats["bytes_moved"]` says
             how many bytes; before many calls move them once, with `jax.device_put`.  None runs

@@ -189,7 +189,7 @@ class Job:
             lanes=prepare.lanes_for(options.prefill_chunk, prompt_cap, slots),
             implementation=options.implementation,
             command_buffers=options.command_buffers and default_platform() == "gpu",
-            kv_dtype=options.kv_dtype,
+            kv_dtype=prepare.kv_dtype_name(options.kv_dtype),
             **(rows.caps_of(todo, config.vocab_size) | room.features),
         )
         state = rows.sampling_state(todo, key, caps, config.vocab_size)

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from infer.backend import default_platform
 from infer.cache import paged
@@ -78,12 +79,12 @@ class RunOptions:
     share_prefixes: bool = True
     implementation: str | None = None
     command_buffers: bool = True
-    kv_dtype: str | None = None
+    kv_dtype: DTypeLike | None = None  # kept as its name
     room: Room = Room()
 
     def __post_init__(self) -> None:
         check_implementation(self.implementation)
-        check_kv_dtype(self.kv_dtype)
+        object.__setattr__(self, "kv_dtype", kv_dtype_name(self.kv_dtype))
         if self.logprobs_mode not in ("raw", "processed"):
             raise RequestError(
                 f"logprobs_mode is {self.logprobs_mode!r}, must be 'raw' (the model's own) or "
@@ -133,13 +134,25 @@ class Caps:
 KV_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check_kv_dtype(name: str | None) -> None:
-    """Raise ConfigError if keys and values cannot be cached in `name`."""
-    if name is not None and name not in KV_DTYPES:
+def kv_dtype_name(dtype: DTypeLike | None) -> str | None:
+    """Return the name of a dtype that keys and values can be cached in, given in any way that JAX
+    knows; None for None.
+
+    Raises:
+        ConfigError: it is none of KV_DTYPES.
+    """
+    if dtype is None:
+        return None
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in KV_DTYPES:
         raise ConfigError(
-            f"kv_dtype is {name!r}; there are {', '.join(map(repr, KV_DTYPES))}, and None is the "
-            "dtype of the activations"
+            f"kv_dtype is {dtype!r:.80}; there are {', '.join(map(repr, KV_DTYPES))}, and None is "
+            "the dtype of the activations"
         )
+    return name
 
 
 def bucket(value: int, smallest: int) -> int:

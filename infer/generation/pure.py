@@ -237,6 +237,6 @@ def _caps(count: int, length: int, new: int, sizes: dict[str, Any], options: Run
         processed_logprobs=options.logprobs_mode == "processed",
         lanes=prepare.lanes_for(options.prefill_chunk, length, slots),
         implementation=options.implementation,
-        kv_dtype=options.kv_dtype,
+        kv_dtype=prepare.kv_dtype_name(options.kv_dtype),
         **sizes,
     )

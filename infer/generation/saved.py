@@ -189,7 +189,7 @@ def _caps(fields: dict[str, Any]) -> Caps:
     lanes, words = Lanes(**fields.pop("lanes")), tuple(fields.pop("bad_words"))
     caps = Caps(**fields, lanes=lanes, bad_words=words)
     check_implementation(caps.implementation)
-    prepare.check_kv_dtype(caps.kv_dtype)
+    prepare.kv_dtype_name(caps.kv_dtype)
     optional = {"processed_logprobs", "prompt_logprobs", "implementation", "command_buffers"}
     optional |= {"kv_dtype"}
     sizes = [v for k, v in fields.items() if k not in optional]

@@ -25,7 +25,7 @@ from infer.compiling import (
     num_traces,
     record_trace,
 )
-from infer.generation.prepare import Caps
+from infer.generation.prepare import Caps, is_int
 from infer.generation.program import one_turn
 from infer.generation.slots import admit
 from infer.generation.state import Requests, State, at_most_once, unfinished
@@ -63,10 +63,12 @@ class Turns:
             per_call: turns that a call runs at most.
 
         Raises:
-            ValueError: `per_call` is less than 1.
+            ValueError: `per_call` is no integer from 1 up.
         """
-        if per_call < 1:
-            raise ValueError(f"per_call is {per_call}, must be at least 1: the turns of a call")
+        if not is_int(per_call) or per_call < 1:
+            raise ValueError(
+                f"per_call is {per_call!r}, must be an integer of at least 1: the turns of a call"
+            )
         self._bound, bound_tree = jax.tree.flatten((params, requests))
         self._leaves, self._tree = jax.tree.flatten(_admit(state, requests))
         self._program = _program(bound_tree, self._tree, caps, per_call)

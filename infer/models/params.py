@@ -157,3 +157,17 @@ def random_params(config: ModelConfig, seed: int, dtype: DTypeLike = jnp.float32
 def num_bytes(params: Params) -> int:
     """Return the bytes that all weights take, packed ones as packed."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def weight_form(params: Params) -> str:
+    """Return in words what form the matrices have: their dtype, or whose packed order.
+
+    "packed Q4_1, Q8_0 for native operations"; "packed Q4_1 blocks"; "float32".
+    """
+    is_weight = lambda x: isinstance(x, (QArray, Packed))
+    leaves = jax.tree.leaves(params, is_leaf=is_weight)
+    panels = sorted({leaf.format for leaf in leaves if isinstance(leaf, Packed)})
+    blocks = sorted({leaf.format.name for leaf in leaves if isinstance(leaf, QArray)})
+    parts = [f"packed {', '.join(panels)} for native operations"] if panels else []
+    parts += [f"packed {', '.join(blocks)} blocks"] if blocks else []
+    return " and ".join(parts) or params.dtype.name

@@ -5,7 +5,9 @@ instruction set, in files named for it; the CPU's is chosen at run time.  Nothin
 compiler: XLA's headers are in `third_party/` (why: its README).
 
 With `--sanitize` the library checks itself with ASan and UBSan and becomes `_native_sanitize.so`;
-`scripts/sanitize.sh` runs the tests with it.
+`scripts/sanitize.sh` runs the tests with it.  With `--emulate-tiles` it computes AMX's tile
+instructions in plain C++, slowly, and becomes `_native_emulated.so`: for tests where there is no
+AMX.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,6 +28,7 @@ SOURCES = Path(__file__).parent / "src"
 HEADERS = Path(__file__).parent / "third_party"
 LIBRARY = Path(__file__).parent / "_native.so"
 SANITIZED = Path(__file__).parent / "_native_sanitize.so"
+EMULATED = Path(__file__).parent / "_native_emulated.so"
 
 # -ffp-contract=off: a multiplication and an addition are fused where the source says so and nowhere
 # else, so that all compilers and instruction sets round alike.
@@ -44,6 +48,7 @@ _FLAGS_BY_SUFFIX = {
 _SANITIZE = (
     "-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 ).split()
+_EMULATE_TILES = ("-DINFER_EMULATE_TILES",)
 _COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -74,17 +79,57 @@ def unsupported() -> str:
 
 
 def is_fresh(library: Path = LIBRARY) -> bool:
-    """Return whether the library is there and made of the present sources."""
-    return library.exists() and source_hash().encode() in library.read_bytes()
+    """Return whether the library is there, whole, and made of the present sources."""
+    return (
+        library.exists()
+        and not is_cut_short(library)
+        and source_hash().encode() in library.read_bytes()
+    )
 
 
-def build(output: str | os.PathLike[str] | None = None, *, sanitize: bool = False) -> Path:
+def is_cut_short(library: str | os.PathLike[str]) -> bool:
+    """Return whether an ELF file ends before its own headers say that it does.
+
+    The loader maps such a file all the same, and the first touch of what is missing ends the
+    process (SIGBUS).  False for what is no 64-bit ELF file, which the loader refuses.
+
+    Source: the System V ABI, "Object files": Elf64_Ehdr and Elf64_Phdr.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open(library, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(64)
+        if len(head) < 64 or not head.startswith(b"\x7fELF\x02\x01"):
+            return False
+        segments_at, sections_at = struct.unpack_from("<QQ", head, 32)
+        segment, num_segments, section, num_sections = struct.unpack_from("<HHHH", head, 54)
+        ends = [segments_at + segment * num_segments, sections_at + section * num_sections]
+        if max(ends) > size:
+            return True
+        file.seek(segments_at)
+        table = file.read(segment * num_segments)
+    for at in range(0, len(table) - 39, max(segment, 1)):
+        (offset,), (length,) = (struct.unpack_from("<Q", table, at + field) for field in (8, 32))
+        ends.append(offset + length)
+    return max(ends) > size
+
+
+def build(
+    output: str | os.PathLike[str] | None = None,
+    *,
+    sanitize: bool = False,
+    emulate_tiles: bool = False,
+) -> Path:
     """Compile and link the library.
 
     Args:
-        output: Where to write it; None for `infer/native/_native.so`, or `_native_sanitize.so`.  It
-            is replaced at once, so a process that has the old one loaded keeps it.
+        output: Where to write it; None for `infer/native/_native.so`, or `_native_sanitize.so` or
+            `_native_emulated.so`.  It is replaced at once, so a process that has the old one loaded
+            keeps it.
         sanitize: Build in ASan and UBSan.
+        emulate_tiles: Compute AMX's tile instructions in plain C++.
 
     Raises:
         BuildError: The machine is no x86-64 Linux, there is no compiler or it failed, or the place
@@ -92,19 +137,24 @@ def build(output: str | os.PathLike[str] | None = None, *, sanitize: bool = Fals
     """
     if reason := unsupported():
         raise BuildError(reason)
-    path = output_path(output, sanitize)
+    path = output_path(output, sanitize=sanitize, emulate_tiles=emulate_tiles)
+    extra = [*(_SANITIZE if sanitize else ()), *(_EMULATE_TILES if emulate_tiles else ())]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
-            os.replace(_link(compiler(), Path(folder), _SANITIZE if sanitize else ()), path)
+            os.replace(_link(compiler(), Path(folder), extra), path)
     except OSError as error:
         raise BuildError(f"{path} cannot be written: {error.strerror or error}") from None
     return path
 
 
-def output_path(output: str | os.PathLike[str] | None, sanitize: bool) -> Path:
+def output_path(
+    output: str | os.PathLike[str] | None, *, sanitize: bool, emulate_tiles: bool
+) -> Path:
     """Return where `build` writes."""
-    return Path(output) if output is not None else SANITIZED if sanitize else LIBRARY
+    if output is not None:
+        return Path(output)
+    return SANITIZED if sanitize else EMULATED if emulate_tiles else LIBRARY
 
 
 def _link(command: list[str], folder: Path, extra: Sequence[str]) -> Path:
@@ -165,12 +215,14 @@ def _main() -> None:
     parser = argparse.ArgumentParser("python -m infer.native.build", description=__doc__)
     parser.add_argument("path", nargs="?", help="where to write the library [default: here]")
     parser.add_argument("--sanitize", action="store_true", help="build in ASan and UBSan")
+    parser.add_argument("--emulate-tiles", action="store_true", help="AMX in plain C++, for tests")
     parser.add_argument("--if-stale", action="store_true", help="not if it is there and fresh")
     options = parser.parse_args()
-    if options.if_stale and is_fresh(output_path(options.path, options.sanitize)):
+    kind = {"sanitize": options.sanitize, "emulate_tiles": options.emulate_tiles}
+    if options.if_stale and is_fresh(output_path(options.path, **kind)):
         return
     try:
-        print(build(options.path, sanitize=options.sanitize))
+        print(build(options.path, **kind))
     except BuildError as error:
         sys.exit(f"native operations: not built: {error}")
 

@@ -7,7 +7,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from infer import native
-from infer.native.repack import FORMATS, Packed
+from infer.native.repack import Packed
 
 
 def embed(weight: Packed, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
@@ -29,6 +29,6 @@ def embed(weight: Packed, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
     return call(
         tokens.astype(jnp.int32),
         weight.data,
-        format=np.int64(FORMATS[weight.format]),
+        format=np.int64(weight.number),
         out=np.int64(weight.shape[0]),
     )

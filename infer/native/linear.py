@@ -7,7 +7,7 @@
 activations are rounded.  Weights that are floats take the activations unrounded.
 
 The sums in a group are exact integers and the groups are added in order: a row's result has the
-same bits alone and in any batch, on any number of threads, with AVX2 and with AVX512.
+same bits alone and in any batch, on any number of threads, with AVX2, AVX512 and AMX.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,10 @@ from jax import Array
 from jaxtyping import Float
 
 from infer import native
-from infer.native.repack import FORMATS, Packed
+from infer.native.repack import Packed
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+# Name -> its number in gemm.h.
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 def linear(
@@ -68,7 +69,7 @@ def linear(
         call(
             x,
             *given,
-            formats=_int64s([FORMATS[w.format] for w in weights]),
+            formats=_int64s([w.number for w in weights]),
             has_bias=_int64s([b is not None for b in biases]),
             has_gain=norm_gain is not None,
             has_residual=residual is not None,
@@ -104,14 +105,19 @@ def gated_mlp(
         ValueError: shapes or dtypes do not fit.
     """
     native.library()
-    if activation not in _ACTIVATIONS:
+    if activation not in ACTIVATIONS:
         raise NotImplementedError(
-            f"no native gated_mlp with {activation!r}; there are {', '.join(_ACTIVATIONS)}"
+            f"no native gated_mlp with {activation!r}; there are {', '.join(ACTIVATIONS)}"
         )
     width = gate.shape[0]
     _check("x", x, (x.shape[0], gate.shape[1]))
     _check("norm_gain", norm_gain, (x.shape[1],))
-    if up.shape != gate.shape or down.shape[1] != width:
+    if (
+        len(gate.shape) != 2
+        or len(down.shape) != 2
+        or up.shape != gate.shape
+        or down.shape[1] != width
+    ):
         raise ValueError(
             f"gate is {gate.shape}, up {up.shape} and down {down.shape}; they must be [F, D],"
             " [F, D] and [D, F]"
@@ -129,9 +135,9 @@ def gated_mlp(
         up.data,
         down.data,
         *(() if norm_gain is None else (norm_gain,)),
-        formats=_int64s([FORMATS[w.format] for w in (gate, up, down)]),
+        formats=_int64s([w.number for w in (gate, up, down)]),
         width=np.int64(width),
-        activation=np.int64(_ACTIVATIONS[activation]),
+        activation=np.int64(ACTIVATIONS[activation]),
         residual=residual,
         eps=np.float32(eps),
     )
@@ -149,5 +155,5 @@ def _check(name: str, array: Array | None, shape: tuple[int, ...]) -> None:
 
 
 def _check_width(weight: Packed, width: int) -> None:
-    if weight.shape[1] != width:
+    if len(weight.shape) != 2 or weight.shape[1] != width:
         raise ValueError(f"a weight is {weight.shape} where x has the width {width}")

@@ -6,6 +6,7 @@ bytes, and decodes to the same numbers.  `repack.cc` writes the layout, `gemm_ke
 
 import contextlib
 import ctypes
+import math
 import mmap
 import threading
 import weakref
@@ -16,9 +17,20 @@ import jax
 import numpy as np
 
 from infer import native
-from infer.native.formats import FORMATS
+from infer.native.formats import (
+    E4M3,
+    E5M2,
+    FORMATS,
+    INTEGERS,
+    INTEGERS_WITH_ZERO,
+    LEVELS,
+    planar_number,
+    planar_refusal,
+)
 from infer.pytree import Leaf, pytree_dataclass, static
-from infer.quant.qarray import QArray
+from infer.quant import codes
+from infer.quant.formats import PlanarFormat
+from infer.quant.qarray import QArray, scales
 
 _PANEL = 16
 # Bytes of a weight that are repacked at a time.
@@ -29,11 +41,19 @@ _OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @pytree_dataclass
 class Packed:
-    """A weight [out, in] in panels of 16 rows, the last one padded with zeros."""
+    """A weight [out, in] in panels of 16 rows, the last one padded with zeros; or the weights
+    [E, out, in] of E experts, one after the other.
+    """
 
-    data: Leaf  # uint8 [ceil(out / 16), panel_bytes]
-    format: str = static(kw_only=True)  # a key of FORMATS
-    shape: tuple[int, int] = static(kw_only=True)
+    data: Leaf  # uint8 [(E,) ceil(out / 16), panel_bytes]
+    format: str = static(kw_only=True)  # a key of FORMATS, or the name of a planar format
+    shape: tuple[int, ...] = static(kw_only=True)
+    planar: int = static(kw_only=True, default=0)  # of a planar format, see `planar_number`
+
+    @property
+    def number(self) -> int:
+        """What the library takes for the format."""
+        return self.planar or FORMATS[self.format]
 
     @property
     def nbytes(self) -> int:
@@ -44,66 +64,148 @@ class Packed:
 def repack(
     weight: QArray | jax.Array | np.ndarray, done: Callable[[np.ndarray], None] | None = None
 ) -> Packed:
-    """Return a weight [out, in] repacked, as a JAX array on the CPU; all threads take part.
+    """Return a weight [out, in], or [E, out, in], repacked, as a JAX array on the CPU; all threads
+    take part.
 
     Args:
-        weight: packed blocks, or a float32, float16 or bfloat16 matrix; known on the host.
+        weight: packed blocks, or a float32, float16 or bfloat16 array; known on the host.
         done: called with one piece after the other of the weight's rows, of about 8 MB, when it is
             not needed any more, so that the pages of a mapped file need not all be in memory.
 
     Raises:
-        NotImplementedError: there is no kernel for the format, or `in` is no multiple of 32.
+        NotImplementedError: there is no kernel for the format, or `in` is 0 or no multiple of 32.
+        ValueError: the weight is neither a matrix nor a stack of them, or its data is of another
+            size.
     """
     library = native.library()
+    if isinstance(weight, QArray) and isinstance(weight.format, PlanarFormat):
+        return _repack_planar(library, weight, weight.format)
     if isinstance(weight, QArray):
         name, rows = weight.format.name, np.asarray(weight.data)
         if weight.format.layout != "blocks":
             name = weight.format.layout
     else:
         name, rows = _OF_DTYPE.get(str(weight.dtype), str(weight.dtype)), np.asarray(weight)
-        if rows.ndim != 2:
-            raise ValueError(f"a weight is a matrix [out, in], not of shape {rows.shape}")
-    out, width = weight.shape
+        if rows.ndim not in (2, 3):
+            raise ValueError(
+                f"a weight is a matrix [out, in], or [E, out, in], not of shape {rows.shape}"
+            )
+    *experts, out, width = weight.shape
     if name not in FORMATS:
         raise NotImplementedError(
             f"no native kernel for weights in {name}; there are {', '.join(FORMATS)}"
         )
     if isinstance(weight, QArray):
         _check_blocks(weight, rows)
-    if width % 32:
+    if width % 32 or width == 0:
         raise NotImplementedError(
-            f"the native kernels take a width that is a multiple of 32, not {width}"
+            f"the native kernels take a width that is a multiple of 32, from 32 on, not {width}"
         )
     # Row by row in place, even if the rows are a view of a mapped file.
-    if rows.strides[1] != rows.itemsize or rows.strides[0] < rows.shape[1] * rows.itemsize:
+    if rows.strides[-1] != rows.itemsize or rows.strides[-2] < rows.shape[-1] * rows.itemsize:
         rows = np.ascontiguousarray(rows)
     library.infer_native_panel_bytes.restype = ctypes.c_int64
-    panel_bytes = library.infer_native_panel_bytes(FORMATS[name], ctypes.c_int64(width))
-    data = _aligned_zeros((-(-out // _PANEL), panel_bytes))
-    step = _PANEL * max(1, _PIECE // (_PANEL * rows.strides[0]))
-    for first in range(0, out, step):
-        piece = rows[first : first + step]
-        library.infer_native_repack(
-            FORMATS[name],
-            ctypes.c_void_p(piece.ctypes.data),
-            ctypes.c_int64(rows.strides[0]),
-            len(piece),
-            width,
-            ctypes.c_void_p(data[first // _PANEL :].ctypes.data),
-        )
-        if done is not None:
-            done(piece)
-    return Packed(_on_cpu(data), format=name, shape=(out, width))
+    panel_bytes = library.infer_native_panel_bytes(
+        ctypes.c_int64(FORMATS[name]), ctypes.c_int64(width)
+    )
+    panels = -(-out // _PANEL)
+    data = _aligned_zeros((*experts, panels, panel_bytes))
+    step = _PANEL * max(1, _PIECE // (_PANEL * rows.strides[-2]))
+    matrices = zip(rows, data, strict=True) if experts else [(rows, data)]
+    for of_matrix, panels_of_matrix in matrices:
+        for first in range(0, out, step):
+            piece = of_matrix[first : first + step]
+            library.infer_native_repack(
+                FORMATS[name],
+                ctypes.c_void_p(piece.ctypes.data),
+                ctypes.c_int64(rows.strides[-2]),
+                len(piece),
+                width,
+                ctypes.c_void_p(panels_of_matrix[first // _PANEL :].ctypes.data),
+            )
+            if done is not None:
+                done(piece)
+    return Packed(_on_cpu(data), format=name, shape=(*experts, out, width))
+
+
+def _repack_planar(library: Any, weight: QArray, format: PlanarFormat) -> Packed:
+    """Return a planar weight in panels; its scales are rounded no further.
+
+    Activations of integers are rounded to 8 bits in groups of 32, whatever the format says of them;
+    those of other codes are not rounded.
+    """
+    out, width = weight.shape
+    refusal = planar_refusal(format.code, format.group, width, weight.perm is not None)
+    if refusal:
+        raise NotImplementedError(f"no native kernel for weights in {format.name}: {refusal}")
+    span = min(format.group or width, width)
+    coded = _codes(weight, format)
+    scales, common, zeros = _scales_by_row(weight, format)
+    levels = None
+    if format.code == "int":
+        kinds = INTEGERS if format.symmetric else INTEGERS_WITH_ZERO
+        kind = kinds[format.bits]
+    elif format.bits == 4:
+        kind, levels = LEVELS, np.ascontiguousarray(codes.LEVELS[format.code], np.float32)
+    else:
+        kind = E5M2 if format.code == "e5m2" else E4M3
+    # Half the bytes where nothing is lost.
+    with np.errstate(over="ignore", invalid="ignore"):
+        halved = scales.astype(np.float16)
+    half = bool((halved.astype(np.float32) == scales).all())
+    scales = np.ascontiguousarray(halved if half else scales)
+    number = planar_number(kind, span, half)
+    library.infer_native_panel_bytes.restype = ctypes.c_int64
+    size = library.infer_native_panel_bytes(ctypes.c_int64(number), ctypes.c_int64(width))
+    data = _aligned_zeros((-(-out // _PANEL), size))
+    address = lambda a: ctypes.c_void_p(None if a is None else a.ctypes.data)
+    library.infer_native_repack_planar(
+        ctypes.c_int64(number),
+        address(coded),
+        address(scales),
+        address(zeros),
+        ctypes.c_float(common),
+        address(levels),
+        out,
+        width,
+        address(data),
+    )
+    return Packed(_on_cpu(data), format=format.name, shape=(out, width), planar=number)
+
+
+def _codes(weight: QArray, format: PlanarFormat) -> np.ndarray:
+    """Return the codes uint8 [out, in]; floats of 6 bits as E4M3, which holds all of them."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        data = jax.numpy.asarray(np.asarray(weight.data))
+        coded = codes.unpack(data, format.bits, weight.shape[1])
+        if format.code in ("e2m3", "e3m2"):
+            coded = codes.nearest(codes.values(coded, format.code), "e4m3")
+    return np.ascontiguousarray(coded)
+
+
+def _scales_by_row(
+    weight: QArray, format: PlanarFormat
+) -> tuple[np.ndarray, float, np.ndarray | None]:
+    """Return scales float32 [out, spans], the factor on all of them, and zero points likewise."""
+    out = weight.shape[0]
+    rows = lambda grid: np.ascontiguousarray(np.repeat(grid, format.rows or out, 0)[:out])
+    zeros = None if format.symmetric else rows(np.asarray(weight.zero))
+    if format.scale_dtype == "e4m3":
+        stored = codes.LEVELS["e4m3"][np.asarray(weight.scale)]
+        return rows(stored), float(np.asarray(weight.global_scale)), zeros
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        host = jax.tree.map(np.asarray, weight)
+        return rows(np.asarray(scales(host))), 1.0, zeros
 
 
 def _check_blocks(weight: QArray, rows: np.ndarray) -> None:
     """Refuse data of another size than the shape says: it would be read past its end."""
-    out, width = weight.shape
+    *lead, width = weight.shape
     group = weight.format.group
-    want = (out, width // group * weight.format.block_bytes)
+    want = (*lead, width // group * weight.format.block_bytes)
     if width % group or rows.dtype != np.uint8 or rows.shape != want:
         raise ValueError(
-            f"a {weight.format.name} weight [{out}, {width}] has data {rows.dtype}"
+            f"a {weight.format.name} weight {list(weight.shape)} has data {rows.dtype}"
             f"{list(rows.shape)}; its blocks of {group} are uint8 {list(want)}"
         )
 
@@ -118,10 +220,10 @@ _chunk: weakref.ref[mmap.mmap] | None = None
 _taken = 0
 
 
-def _aligned_zeros(shape: tuple[int, int]) -> np.ndarray:
+def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
     """Return zeros on a 64-byte boundary, which JAX takes without a copy."""
     global _chunk, _taken
-    size = shape[0] * shape[1]
+    size = math.prod(shape)
     with _lock:
         memory = _chunk() if _chunk is not None else None
         if memory is None or _taken + size > len(memory):

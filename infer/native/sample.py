@@ -4,7 +4,7 @@ The sets are exact: a histogram of (x - max x) / T finds the bin that holds a se
 entries of that bin alone are sorted.  The noise is that of `jax.random.gumbel`, computed for the
 kept ids only, so a token is the one that `infer.sampling.sample` draws.  What separates two
 candidates by less than the rounding of a logarithm or of a sum of probabilities can fall
-differently.
+differently.  Rows without an answer have the token that `infer.sampling.sample` gives them.
 """
 
 import jax

@@ -131,6 +131,8 @@ def choose(
         try:
             return _run(op, implementation, "", kernels[implementation], operands)
         except NotImplementedError as error:
+            if implementation == "native":  # of which there is one, for the CPU
+                raise
             gpu = target_gpu()
             raise NotImplementedError(f"{error}; on {gpu.kind if gpu else 'a CPU'}") from error
     gpu = target_gpu()

@@ -185,7 +185,7 @@ def _native(
 ) -> tuple[Array, ...]:
     from infer.native.linear import linear as kernel
 
-    _only_native("linear", implementation)
+    only_native("linear", implementation)
     f32 = lambda a: None if a is None else a.astype(jnp.float32)
     gain, eps = (None, 0.0) if norm is None else norm
     x = x.astype(jnp.float32)
@@ -204,19 +204,20 @@ def _native_mlp(
 ) -> Array:
     from infer.native.linear import gated_mlp as kernel
 
-    _only_native("gated_mlp", implementation)
+    only_native("gated_mlp", implementation)
     gain, eps = (None, 0.0) if norm is None else norm
     gain = None if gain is None else gain.astype(jnp.float32)
     y = kernel(x.astype(jnp.float32), gate, up, down, activation, gain, eps, residual)
     return y.astype(x.dtype)
 
 
-def _only_native(op: str, implementation: str | None) -> None:
+def only_native(op: str, implementation: str | None) -> None:
     """Record the choice that packed weights leave."""
     choice.check_implementation(implementation)
     if implementation not in (None, "native"):
         raise NotImplementedError(
             f"{op} in {implementation}: the weights are packed for the CPU's native operations; "
-            "load them with packed='blocks', or use implementation=None"
+            "load a GGUF file with packed='blocks', a folder with packed=False, or use "
+            "implementation=None"
         )
     choice.record(choice.Choice(op, "native"))

@@ -13,6 +13,17 @@ PAGE_SIZE = 16  # tokens a page, as the cache's default
 RESERVE = 0.10
 
 
+def weight_bytes(num_params: float, bits_per_weight: float) -> float:
+    """Return the bytes of weights: 16 bits each in bf16, 4.125 in INT4 with a 16-bit scale for 128
+    of them.
+
+    Args:
+        num_params: weights.
+        bits_per_weight: of each, its share of scales and zero points included.
+    """
+    return num_params * bits_per_weight / 8
+
+
 def num_pages(num_tokens: int, page_size: int = PAGE_SIZE) -> int:
     """Return the pages that hold `num_tokens`; the last one lacks at most page_size - 1 tokens."""
     return -(-num_tokens // page_size)

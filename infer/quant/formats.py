@@ -72,12 +72,12 @@ class PlanarFormat(Format):
     scale_dtype: str = "float16"
     activations: str = ""
 
-    def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the shape of the scales of a weight (out, in)."""
         rows, group = self.rows or shape[0], self.group or shape[1]
         return -(-shape[0] // rows), -(-shape[1] // group)
 
-    def num_bytes(self, shape: tuple[int, int]) -> int:
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of a weight (out, in): codes, scales and zero points.
 
         An order of the columns (`perm`, 4 bytes an input) and a stored scale of activations come

@@ -8,13 +8,15 @@ Source: arXiv 2210.17323, algorithm 1.  Scales of a group are taken from the wei
 when the group begins: updated by all blocks before, not yet by the columns of its own block.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 
 from infer.quant import rtn
 from infer.quant.formats import PlanarFormat
@@ -82,97 +84,124 @@ def gptq(
     dead = jnp.diagonal(h) == 0
     h = jnp.where(jnp.diag(dead), jnp.float32(1), h)
     w = jnp.where(dead[None, :], jnp.float32(0), w)
-    group = format.group or width
-    whole = not format.group  # one scale a row, or one for all
-    if whole or static_groups:
-        grid = rtn.quantize_int(w, format, convention)
-        scale_RQ = grid.scale.astype(jnp.float32)
-        zero_RQ = grid.zero
-        if zero_RQ is None:
-            zero_RQ = jnp.full(scale_RQ.shape, np.uint8(1 << (format.bits - 1)))
-        fixed_scale = rtn.spread(scale_RQ, format, (out, width))
-        fixed_zero = rtn.spread(zero_RQ, format, (out, width))
+    # A scale a row, or one for all, is found at once too.
+    fixed = _fixed_grid(w, format, convention) if static_groups or not format.group else None
     order = order_by_energy(h) if act_order else jnp.arange(width, dtype=jnp.int32)
-    w, h = w[:, order], h[order][:, order]
-    if whole or static_groups:
-        fixed_scale, fixed_zero = fixed_scale[:, order], fixed_zero[:, order]
-    factor, ok = inverse_factor(h, damping)
+    factor, ok = inverse_factor(h[order][:, order], damping)
+    grid = None
+    if fixed is not None:
+        grid = tuple(rtn.spread(y, format, (out, width))[:, order] for y in fixed)
+    q, scales, zeros = _all_blocks(w[:, order], factor, grid, format, convention)
+    if fixed is not None:
+        scales, zeros = fixed
+        q = jnp.zeros_like(q).at[:, order].set(q)
+    else:
+        scales, zeros = scales[:, :: format.group], zeros[:, :: format.group]
+    packed = rtn.from_codes(q, scales, None if format.symmetric else zeros, format)
+    if act_order and fixed is None:
+        packed = dataclasses.replace(packed, perm=order)
+    return packed, ok
 
+
+def _fixed_grid(w: Array, format: PlanarFormat, convention: str) -> tuple[Array, Array]:
+    """Return scales float32 and zero points uint8 [R, Q] of the weight as it is."""
+    grid = rtn.quantize_int(w, format, convention)
+    middle = jnp.full(grid.scale.shape, np.uint8(1 << (format.bits - 1)))
+    return grid.scale.astype(jnp.float32), middle if grid.zero is None else grid.zero
+
+
+def _all_blocks(
+    w: Float[Array, "O I"],
+    factor: Float[Array, "I I"],
+    grid: tuple[Array, ...] | None,
+    format: PlanarFormat,
+    convention: str,
+) -> tuple[UInt8[Array, "O I"], Float[Array, "O I"], UInt8[Array, "O I"]]:
+    """Return codes, and scales and zero points by column, of a weight in the order of its columns.
+
+    Args:
+        w: weight.
+        factor: of `inverse_factor`, in the same order.
+        grid: scales and zero points by column, None where they come from the updated weight.
+        format: code "int".
+        convention: of symmetric scales.
+    """
+    out, width = w.shape
+    group = format.group or width
     # Blocks are of whole groups or whole parts of one.
     block = _BLOCK if group % _BLOCK == 0 or _BLOCK % group == 0 else group
     restricted = format.symmetric and convention == "restricted"
-    count = -(-width // block)
-    pad = count * block - width
+    params = lambda values: rtn.int_params(
+        values, format.bits, format.symmetric, convention, format.scale_dtype
+    )
+    pad = -width % block
     w = jnp.pad(w, ((0, 0), (0, pad)))
     # The columns that pad have no error and no influence.
     factor = jnp.pad(factor, ((0, pad), (0, pad)))
     factor = factor + jnp.diag((jnp.arange(width + pad) >= width).astype(jnp.float32))
-    if whole or static_groups:
-        fixed_scale = jnp.pad(fixed_scale, ((0, 0), (0, pad)), constant_values=1)
-        fixed_zero = jnp.pad(fixed_zero, ((0, 0), (0, pad)))
+    if grid is not None:
+        grid = tuple(jnp.pad(y, ((0, 0), (0, pad)), constant_values=1) for y in grid)
+
+    def params_of(w: Array, part: Array, start: Array, scales: Array, zeros: Array) -> Any:
+        """Return scale and zero point of each column of a block [out, block]."""
+        cut = lambda y, size=block, at=start: lax.dynamic_slice_in_dim(y, at, size, 1)
+        if grid is not None:
+            return tuple(map(cut, grid))
+        if group <= block:
+            found = params(part.reshape(out, block // group, group))
+            return tuple(jnp.repeat(y, group, 1) for y in found)
+        # A group of several blocks: its scale is found when it begins.
+        new = params(cut(jnp.pad(w, ((0, 0), (0, group))), group)[:, None])
+        before = jnp.maximum(start - block, 0)
+        old = [cut(y, 1, before) for y in (scales, zeros)]
+        of_group = (jnp.where(start % group == 0, x, y) for x, y in zip(new, old, strict=True))
+        return tuple(jnp.broadcast_to(y, (out, block)) for y in of_group)
 
     def run_block(b: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         w, q, scales, zeros = carry
         start = b * block
         part = lax.dynamic_slice_in_dim(w, start, block, 1)
-        u = lax.dynamic_slice(factor, (start, start), (block, block))
-        if whole or static_groups:
-            scale = lax.dynamic_slice_in_dim(fixed_scale, start, block, 1)
-            zero = lax.dynamic_slice_in_dim(fixed_zero, start, block, 1)
-        elif group <= block:
-            scale, zero = _params(part.reshape(out, block // group, group), format, convention)
-            scale, zero = (jnp.repeat(y, group, 1) for y in (scale, zero))
-        else:  # a group of several blocks: its scale is found when it begins
-            ahead = lax.dynamic_slice_in_dim(jnp.pad(w, ((0, 0), (0, group))), start, group, 1)
-            new = _params(ahead[:, None], format, convention)
-            before = jnp.maximum(start - block, 0)
-            old = tuple(lax.dynamic_slice_in_dim(y, before, 1, 1) for y in (scales, zeros))
-            begins = start % group == 0
-            scale, zero = (
-                jnp.broadcast_to(jnp.where(begins, x, y), (out, block))
-                for x, y in zip(new, old, strict=True)
-            )
-
-        def column(j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-            part, codes, errors = state
-            take = lambda y: lax.dynamic_slice_in_dim(y, j, 1, 1)
-            value, s, z = take(part), take(scale), take(zero)
-            code = rtn.int_codes(value, s, z, format.bits, restricted)
-            rounded = (code.astype(jnp.float32) - z.astype(jnp.float32)) * s
-            row = lax.dynamic_slice_in_dim(u, j, 1, 0)
-            error = (value - rounded) / lax.dynamic_slice_in_dim(row, j, 1, 1)
-            later = jnp.arange(block, dtype=jnp.int32)[None, :] > j
-            part = part - jnp.where(later, error * row, jnp.float32(0))
-            put = lambda y, new: lax.dynamic_update_slice_in_dim(y, new, j, 1)
-            return part, put(codes, code), put(errors, error)
-
-        blank = jnp.zeros((out, block), jnp.float32)
-        part, codes, errors = lax.fori_loop(
-            0, block, column, (part, jnp.zeros((out, block), jnp.uint8), blank)
-        )
+        scale, zero = params_of(w, part, start, scales, zeros)
+        within = lax.dynamic_slice(factor, (start, start), (block, block))
+        codes, errors = _columns(part, within, scale, zero, format.bits, restricted)
         rows = lax.dynamic_slice_in_dim(factor, start, block, 0)
         beyond = jnp.arange(width + pad, dtype=jnp.int32)[None, :] >= start + block
         update = jnp.einsum("ob,bi->oi", errors, rows, precision=lax.Precision.HIGHEST)
-        w = w - jnp.where(beyond, update, jnp.float32(0))
         put = lambda y, new: lax.dynamic_update_slice_in_dim(y, new, start, 1)
+        w = w - jnp.where(beyond, update, jnp.float32(0))
         return w, put(q, codes), put(scales, scale), put(zeros, zero)
 
-    blank = jnp.zeros((out, width + pad), jnp.float32)
     none = jnp.zeros((out, width + pad), jnp.uint8)
-    _, q, scales, zeros = lax.fori_loop(0, count, run_block, (w, none, blank, none))
-    q = q[:, :width]
-    if whole or static_groups:
-        scale, zero = scale_RQ, zero_RQ
-        q = jnp.zeros_like(q).at[:, order].set(q)
-    else:
-        scale, zero = scales[:, :width:group], zeros[:, :width:group]
-    packed = rtn.from_codes(q, scale, None if format.symmetric else zero, format)
-    if act_order and not static_groups:
-        packed = QArray(
-            packed.data, packed.scale, packed.zero, perm=order, format=format, shape=(out, width)
-        )
-    return packed, ok
+    state = (w, none, jnp.zeros((out, width + pad), jnp.float32), none)
+    _, *found = lax.fori_loop(0, (width + pad) // block, run_block, state)
+    q, scales, zeros = (y[:, :width] for y in found)
+    return q, scales, zeros
 
 
-def _params(values: Array, format: PlanarFormat, convention: str) -> tuple[Array, Array]:
-    return rtn.int_params(values, format.bits, format.symmetric, convention, format.scale_dtype)
+def _columns(
+    part: Float[Array, "O b"],
+    factor: Float[Array, "b b"],
+    scale: Float[Array, "O b"],
+    zero: UInt8[Array, "O b"],
+    bits: int,
+    restricted: bool,
+) -> tuple[UInt8[Array, "O b"], Float[Array, "O b"]]:
+    """Return codes and errors of the columns of one block, each made up for by those after it."""
+    out, block = part.shape
+
+    def column(j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        part, codes, errors = state
+        take = lambda y: lax.dynamic_slice_in_dim(y, j, 1, 1)
+        value, s, z = take(part), take(scale), take(zero)
+        code = rtn.int_codes(value, s, z, bits, restricted)
+        rounded = (code.astype(jnp.float32) - z.astype(jnp.float32)) * s
+        row = lax.dynamic_slice_in_dim(factor, j, 1, 0)
+        error = (value - rounded) / lax.dynamic_slice_in_dim(row, j, 1, 1)
+        later = jnp.arange(block, dtype=jnp.int32)[None, :] > j
+        part = part - jnp.where(later, error * row, jnp.float32(0))
+        put = lambda y, new: lax.dynamic_update_slice_in_dim(y, new, j, 1)
+        return part, put(codes, code), put(errors, error)
+
+    state = (part, jnp.zeros((out, block), jnp.uint8), jnp.zeros((out, block), jnp.float32))
+    _, codes, errors = lax.fori_loop(0, block, column, state)
+    return codes, errors

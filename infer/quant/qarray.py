@@ -41,26 +41,28 @@ class NestedScale:
 class QArray:
     """A weight [out, in] in packed form.
 
-    `shape` has no leading axes: a stack of layers is a tuple of QArrays.
+    The weights of E experts, which one operation
+    reads, are one QArray of shape (E, out, in), its data uint8 [E, out, row_bytes].  There are no
+    other leading axes: a stack of layers is a tuple of QArrays.
     """
 
-    data: Leaf  # uint8 [out, row_bytes]
+    data: Leaf  # uint8 [(E,) out, row_bytes]
     scale: Leaf = None  # planar: [R, Q], R and Q as of PlanarFormat.grid, or a NestedScale
     zero: Leaf = None  # planar, not symmetric: uint8 [R, Q]
     global_scale: Leaf = None  # float32 []: on top of scales that are e4m3
     perm: Leaf = None  # int32 [in]: column j of the codes is input perm[j]
     act_scale: Leaf = None  # float32 []: of activations whose scale is static
     format: Format = static(kw_only=True)
-    shape: tuple[int, int] = static(kw_only=True)
+    shape: tuple[int, ...] = static(kw_only=True)
 
     @classmethod
     def create(cls, data: Any, format: Format, shape: tuple[int, ...]) -> "QArray":
         """Return the packed weight after checking that bytes, format and shape belong together.
 
         Args:
-            data: uint8 [out, row_bytes], on the host or on a device; it is kept as it is.
+            data: uint8 [(E,) out, row_bytes], on the host or on a device; it is kept as it is.
             format: A format of the layout "blocks".
-            shape: The logical shape (out, in).
+            shape: The logical shape (out, in), or (E, out, in).
 
         Raises:
             ValueError: They do not belong together.
@@ -70,18 +72,19 @@ class QArray:
                 f"{format.name} has the layout {format.layout!r}, and QArray.create takes 'blocks';"
                 " build the planar form with QArray.planar"
             )
-        if len(shape) != 2 or min(shape) < 1:
+        if len(shape) not in (2, 3) or min(shape) < 1:
             raise ValueError(
-                f"a QArray is a matrix (out, in) of at least one weight, not of shape {shape};"
-                " keep a vector as a float array, and a stack as a tuple of QArrays"
+                f"a QArray is a matrix (out, in), or experts' (E, out, in), of at least one weight,"
+                f" not of shape {shape}; keep a vector as a float array, and a stack of layers as a"
+                " tuple of QArrays"
             )
-        rows, row_bytes = shape[0], format.row_bytes(shape[1])
-        if data.dtype != np.uint8 or tuple(data.shape) != (rows, row_bytes):
+        wanted = (*shape[:-1], format.row_bytes(shape[-1]))
+        if data.dtype != np.uint8 or tuple(data.shape) != wanted:
             raise ValueError(
                 f"data is {data.dtype} {tuple(data.shape)}, and {format.name} of shape {shape} is"
-                f" uint8 {(rows, row_bytes)}; pass the packed rows as bytes"
+                f" uint8 {wanted}; pass the packed rows as bytes"
             )
-        return cls(data=data, format=format, shape=(rows, shape[1]))
+        return cls(data=data, format=format, shape=tuple(shape))
 
     @classmethod
     def planar(
@@ -164,8 +167,9 @@ def _planar_problems(q: QArray, format: PlanarFormat) -> list[str]:
     return problems
 
 
-def dequantize(q: QArray, dtype: Any = jnp.float32) -> Float[Array, "O I"]:
-    """Return the weight [out, in] of `q`, computed in float32 and cast once to `dtype`.
+def dequantize(q: QArray, dtype: Any = jnp.float32) -> Float[Array, "*E O I"]:
+    """Return the weight [out, in], or [E, out, in], of `q`, computed in float32 and cast once to
+    `dtype`.
 
     Raises:
         ValueError: The format has no decoder.
@@ -205,8 +209,9 @@ def take_rows(
         dtype: Of the result; the float32 value is cast once.
 
     Raises:
-        ValueError: The format has no decoder.
+        ValueError: The format has no decoder, or the table is no matrix.
     """
+    _check_matrix(q)
     ids = jnp.asarray(ids)
     exists = (ids >= 0) & (ids < q.shape[0])
     known = jnp.where(exists, ids, 0)
@@ -228,13 +233,15 @@ def permute_rows(q: QArray, order: Int[np.ndarray, " O"]) -> QArray:
         order: Each row number 0 to out - 1 once, known on the host.
 
     Raises:
-        ValueError: `order` is no permutation of the rows, or the layout keeps the scales elsewhere.
+        ValueError: `order` is no permutation of the rows, the weight is no matrix, or the layout
+            keeps the scales elsewhere.
     """
     if q.format.layout != "blocks":
         raise ValueError(
             f"{q.format.name} keeps its scales apart ({q.format.layout}); reorder the rows before"
             " quantising"
         )
+    _check_matrix(q)
     if not np.array_equal(np.sort(order), np.arange(q.shape[0])):
         raise ValueError(
             f"order has {order.size} entries, which are not the rows 0 to {q.shape[0] - 1} once"
@@ -308,9 +315,17 @@ def _planar_values(q: QArray, data: Array, format: PlanarFormat, rows: Array | N
     return w * spread(_scales(q, at))
 
 
+def _check_matrix(q: QArray) -> None:
+    if len(q.shape) != 2:
+        raise ValueError(
+            f"a {q.format.name} weight of shape {q.shape} has rows in each expert; take an expert"
+            " first, replace(q, data=q.data[e], shape=q.shape[1:])"
+        )
+
+
 def _decode_rows(packed: Array, q: QArray, dtype: Any) -> Array:
     """Decode packed rows [..., row_bytes] of `q` into [..., in]."""
-    num_blocks = q.shape[1] // q.format.group
+    num_blocks = q.shape[-1] // q.format.group
     blocks = packed.reshape(*packed.shape[:-1], num_blocks, q.format.block_bytes)
     weights = decode_blocks(jnp, blocks, q.format)
-    return weights.reshape(*packed.shape[:-1], q.shape[1]).astype(dtype)
+    return weights.reshape(*packed.shape[:-1], q.shape[-1]).astype(dtype)

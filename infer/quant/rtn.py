@@ -74,7 +74,7 @@ def int_params(
     symmetric: bool = True,
     convention: str = "full",
     scale_dtype: str = "float32",
-    clip: Float[Array, "*B"] | float = 1.0,
+    clip: Float[Array, "*B"] | Float[Array, ""] | float = 1.0,
 ) -> tuple[Float[Array, "*B"], UInt8[Array, "*B"]]:
     """Return scale and zero point of groups of numbers.
 
@@ -136,7 +136,7 @@ def quantize_int(
     w: Float[Array, "O I"],
     format: PlanarFormat,
     convention: str = "full",
-    clip: Float[Array, "R Q"] | float = 1.0,
+    clip: Float[Array, "R Q"] | Float[Array, ""] | float = 1.0,
 ) -> QArray:
     """Return `w` rounded to integers of this format.
 

@@ -1,6 +1,7 @@
 """Quantising a model: `quantize(params, method_or_recipe, calibration)`, a pytree for a pytree."""
 
+from infer.quantization.calibration import Sequences, sequences
 from infer.quantization.driver import quantize
 from infer.quantization.recipe import Recipe
 
-__all__ = ["Recipe", "quantize"]
+__all__ = ["Recipe", "Sequences", "quantize", "sequences"]

@@ -1,13 +1,13 @@
 """AWQ's two searches: the scale of each input, and the share of each group's range.
 
     s = mean|x|^r / sqrt(max * min of it), r = 0, 1/20 .. 19/20: the r whose rounded weights change
-        the block's output least
+        least what the block gives: attention, the feed-forward, or the one product of `o` or `down`
     c = 1, 1 - 1/20 .. 1 - 9/20 of the range: for each group the c with the least error of its
         product
 
-Source: arXiv 2306.00978 and its reference implementation.  We differ in the second: the error is
-over all calibration tokens, by their Gram matrix, not over a sample; and in the block of the first
-where a model has norms after its blocks: they belong to the block.
+Source: arXiv 2306.00978 and its reference implementation.  We differ where the error is that of one
+product: it is over all calibration tokens, by their Gram matrix, not over a sample; and where a
+model has norms after its blocks: they belong to the block.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from infer.config import LayerConfig, ModelConfig
+from infer.config import LayerConfig, ModelConfig, Residual
 from infer.models import blocks, decoder
 from infer.models.params import LayerParams
 from infer.quant import rtn
@@ -64,16 +64,24 @@ def search_scale(
         s = jnp.maximum(jnp.maximum(mean, 1e-30) ** ratio, 1e-4)
         return s / jnp.sqrt(s.max() * s.min())
 
-    block = functools.partial(_block, config, layer, batch, name, x, turn)
-    want = block(w)
-
-    def loss(ratio: Array) -> Array:
+    def rounded(ratio: Array) -> dict[str, Array]:
         s = scale_of(ratio)[None, :]
-        change = {}
-        for m in readers(config)[name]:
-            weight = getattr(w, m).astype(jnp.float32)
-            change[m] = dequantize(_pack(method, weight * s)) / s
-        return jnp.mean((block(dataclasses.replace(w, **change)) - want) ** 2)
+        of = lambda weight: dequantize(_pack(method, weight.astype(jnp.float32) * s)) / s
+        return {m: of(getattr(w, m)) for m in readers(config)[name]}
+
+    if name in ("o", "down"):
+
+        def loss(ratio: Array) -> Array:
+            error = rounded(ratio)[name] - getattr(w, name).astype(jnp.float32)
+            by_row = jnp.einsum("oi,ij->oj", error, seen.gram, precision=lax.Precision.HIGHEST)
+            return (by_row * error).sum()
+
+    else:
+        block = functools.partial(_block, config, layer, batch, name, x, turn)
+        want = block(w)
+
+        def loss(ratio: Array) -> Array:
+            return jnp.mean((block(dataclasses.replace(w, **rounded(ratio))) - want) ** 2)
 
     ratios = jnp.asarray(np.arange(_RATIOS) / _RATIOS, jnp.float32)
     losses = lax.map(loss, ratios)
@@ -94,15 +102,18 @@ def _block(
     turn: Any,
     w: LayerParams,
 ) -> Float[Array, "T D"]:
-    """Return what the block around input `name` adds to the residual stream."""
+    """Return what the block that reads input `name` ("attn" or "mlp") adds to the residual stream.
+
+    Where attention and feed-forward read one norm's output, they are one block.
+    """
     attend = decoder.dense_attend(config, batch, x.shape[0] // batch, "xla")
     y = jnp.zeros_like(x)
-    if name in ("attn", "o"):
+    if name == "attn":
         h, norm = blocks.before(config, "xla", x, w.attn_norm, w.attn_norm_bias)
         y, _ = blocks.attention(config, layer, w, h, norm, None, turn, attend, None, "xla")
         y = blocks.scaled(y, config.residual_scale)
-    both = config.residual.value == "parallel_one_norm" and name == "attn"
-    if name in ("mlp", "down") or both:
+    both = config.residual is Residual.PARALLEL_ONE_NORM
+    if name == "mlp" or both:
         gain, bias = (w.attn_norm, w.attn_norm_bias) if both else (w.mlp_norm, w.mlp_norm_bias)
         h, norm = blocks.before(config, "xla", x, gain, bias)
         y = blocks.mlp(config, w, h, norm, y, "xla")

@@ -31,7 +31,7 @@ from infer.quantization.recipe import MATRICES, Recipe, readers, scaled_inputs
 logger = logging.getLogger(__name__)
 
 # Tokens that run through a layer at a time, and that AWQ's search reads.
-_BATCH_TOKENS = 4096
+_BATCH_TOKENS = 2048
 # Tenfold from the method's damping, where the Hessian cannot be factorised.
 _DAMPINGS = (1.0, 10.0, 100.0)
 
@@ -176,9 +176,10 @@ def _embedded(params: Params, tokens: np.ndarray) -> tuple[list[Array], int, dic
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
     spans = jnp.full(positions.shape, length, jnp.int32)
     embed = jax.jit(decoder.embed_tokens)
+    # A batch is spread over the whole text: AWQ's search reads the first one only.
     xs = [
         embed(params, jnp.asarray(part.reshape(-1), jnp.int32), positions)
-        for part in tokens.reshape(-1, batch, length)
+        for part in tokens.reshape(batch, -1, length).swapaxes(0, 1)
     ]
     return xs, batch, decoder.rope_tables(params.config, positions, spans)
 

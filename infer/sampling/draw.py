@@ -22,6 +22,10 @@ def sample(logits: Float[Array, "B V"], state: SamplingState, keys: Array) -> In
 
     Exact at any vocabulary: the sets of top_k and top_p are found by a search over float32 bit
     patterns, not by a truncated sort.  Ties at the edge of a set are kept from the lowest id up.
+
+    Rows that have no answer get one all the same, the same on every CPU path: a NaN counts as the
+    largest logit.  A greedy row gives the first id of its largest; a draw whose largest logit is
+    NaN or infinite, or whose logits are all -inf, gives id 0.  (`generate` ends such a row.)
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     random = state.temperature >= GREEDY_BELOW

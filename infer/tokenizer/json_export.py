@@ -5,6 +5,8 @@ every way to put a token together from two others is a merge, the best score fir
 converts it.
 """
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from infer.errors import WeightFormatError
@@ -13,6 +15,32 @@ from infer.tokenizer.vocabulary import SPECIAL, TokenType, Vocabulary
 
 _WHOLE = (*SPECIAL, TokenType.USER_DEFINED)
 _NEVER_MERGED = (*_WHOLE, TokenType.BYTE, TokenType.UNUSED)
+
+
+def folder_files(
+    vocabulary: Vocabulary, source: str | None, templates: Mapping[str, str], max_context: int
+) -> dict[str, str]:
+    """Return tokenizer.json and tokenizer_config.json by name, as text.
+
+    Args:
+        vocabulary: of the tokenizer.
+        source: its tokenizer.json, if it was made from one; it is kept as it is.
+        templates: chat templates by name.
+        max_context: of the model.
+
+    Raises:
+        WeightFormatError: there is no `source`, and the kind of vocabulary has no form there.
+    """
+    if source is None:
+        source = json.dumps(tokenizer_json(vocabulary), ensure_ascii=False) + "\n"
+    values = tokenizer_config(vocabulary, max_context)
+    values.pop("chat_template", None)
+    if list(templates) == ["default"]:
+        values["chat_template"] = templates["default"]
+    elif templates:
+        values["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    return {"tokenizer.json": source, "tokenizer_config.json": text}
 
 
 def tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:

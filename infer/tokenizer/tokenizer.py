@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex
 
 from infer.errors import ConfigError, RequestError
 from infer.model_files import ModelFolder
+from infer.tokenizer import json_export
 from infer.tokenizer.byte_level import ByteLevelCodec
 from infer.tokenizer.decoding import DecodeStream
 from infer.tokenizer.folder import Parts, parts_of, parts_of_folder
@@ -326,6 +327,18 @@ class Tokenizer:
             **variables,
         )
         return self.encode(text, parse_special=True) if tokenize else text
+
+    def folder_files(self, max_context: int) -> dict[str, str]:
+        """Return the files by name that hold this tokenizer in a folder in transformers' layout.
+
+        Args:
+            max_context: the model's, which tokenizer_config.json says.
+
+        Raises:
+            WeightFormatError: it has no form in tokenizer.json.
+        """
+        source = self._codec.source if isinstance(self._codec, LibraryCodec) else None
+        return json_export.folder_files(self._vocabulary, source, self._templates, max_context)
 
     def _chat(self, wanted: str | None, tools: Sequence[Any] | None) -> Any:
         from infer.tokenizer.chat import ChatTemplate

@@ -4,12 +4,10 @@ folders, and folders into GGUF files.
 A tensor at a time; what is written is there whole or not at all.
 """
 
-import contextlib
 import glob
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from infer.weights.folder_config import read_config, refuse_quantised
 from infer.weights.folder_to_gguf import write_as_gguf
 from infer.weights.gguf_to_folder import write_as_folder
 from infer.weights.hub import SMALL_FILES, TEMPLATES
+from infer.weights.new_folder import new_folder, parent_of
 from infer.weights.regroup import DTYPES, cast
 from infer.weights.safetensors import FLOATS, SafetensorsFile, TensorInfo
 from infer.weights.safetensors_writer import (
@@ -73,14 +72,12 @@ def convert(
                 f"{path} is no folder; a GGUF file is made from a folder with config.json"
             )
         _check_no_file(to)
-        with _parent(to):
+        with parent_of(to):
             return write_as_gguf(
                 folder, to, dtype=cast_to, max_part_bytes=max_shard_bytes, progress=progress
             )
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"{to} is not empty; name a new folder")
     limit = MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
-    with _parent(to), _scratch(to) as scratch:
+    with new_folder(to) as scratch:
         if folder is None and path.suffix != ".safetensors":
             paths = write_as_folder(
                 path, scratch, dtype=cast_to, max_shard_bytes=limit, progress=progress
@@ -88,35 +85,6 @@ def convert(
         else:
             paths = _recast(path, folder, scratch, dtype, limit, progress)
     return [to / path.name for path in paths]
-
-
-@contextlib.contextmanager
-def _parent(to: Path) -> Iterator[None]:
-    """Make the folder that `to` lies in, and take it away again if nothing comes of it."""
-    missing = [p for p in to.parents if not p.exists()]
-    to.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for path in missing:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        raise
-
-
-@contextlib.contextmanager
-def _scratch(to: Path) -> Iterator[Path]:
-    """Give a folder beside `to` that takes its place when all went well."""
-    scratch = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
-    try:
-        yield scratch
-        os.chmod(scratch, 0o755)
-        if to.exists():
-            to.rmdir()
-        os.replace(scratch, to)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
 
 
 def _check_no_file(to: Path) -> None:

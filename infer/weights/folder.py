@@ -23,6 +23,7 @@ from infer.models.params import Params
 from infer.native.repack import Packed, repack
 from infer.weights.folder_config import describe
 from infer.weights.load import HEADROOM, floats_in_panels, uses_panels
+from infer.weights.packed_folder import read_params, with_one
 from infer.weights.safetensors import FLOATS, TensorInfo
 from infer.weights.shards import SafetensorsFolder
 from infer.weights.slots import Progress, Slot, check_tensors, plan, read_plan, slots_of
@@ -39,7 +40,8 @@ def load_folder(
     packed: bool = False,
     progress: Progress | None = None,
 ) -> Params:
-    """Return the weights of a folder with config.json and safetensors files.
+    """Return the weights of a folder with config.json and safetensors files; packed ones of
+    `infer.save` bit for bit.
 
     Args:
         path: of the folder.
@@ -51,8 +53,8 @@ def load_folder(
         progress: called with (bytes done, bytes in all).
 
     Raises:
-        WeightFormatError: a file is broken, the weights are quantised, or tensors are missing,
-            stray, duplicate or misshapen (all listed in one error).
+        WeightFormatError: a file is broken, the weights are quantised in a form that is not
+            read, or tensors are missing, stray, duplicate or misshapen (all listed in one error).
         ConfigError: the architecture, or something it asks for, is not supported.
         CapacityError: the weights do not fit in memory; said before anything is loaded.
     """
@@ -64,6 +66,16 @@ def load_folder(
         # A tokenizer may have more: an id that only the vision half of a model knows.
         config = dataclasses.replace(config, num_tokens=min(num_tokens, config.vocab_size))
     with SafetensorsFolder.open(folder) as files:
+        if described.packed is not None:
+            return read_params(
+                files,
+                layout,
+                config,
+                described.packed,
+                dtype=dtype,
+                packed=packed,
+                progress=progress,
+            )
         source = CanonicalTensors(files, layout)
         slots = planned(config, source)
         panels = uses_panels(packed)
@@ -161,7 +173,7 @@ def _read(source: CanonicalTensors, slot: Slot, dtype: Any, panels: bool) -> jax
         source.release(slot.tensor)
         return leaf
     if source.layout.norm_plus_one and slot.field.endswith("norm"):
-        values = values.astype(np.float32) + np.float32(1)
+        values = with_one(values)
     if values.dtype == np.float64:
         values = values.astype(np.float32)
     # A copy: a view of the file would change, or end the process, when the file does.

@@ -8,6 +8,8 @@ from infer.errors import WeightFormatError
 from infer.model_files import ModelFolder
 from infer.models.checkpoint import HFConfig, Layout
 from infer.models.registry import layout_of
+from infer.weights import packed_form
+from infer.weights.packed_form import PackedForm
 
 # Beside config.json, where tools of their own wrote it: file -> method.
 _QUANTISED_BY = {
@@ -19,11 +21,14 @@ _QUANTISED_BY = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderConfig:
-    """A folder's config.json, and the family that reads it."""
+    """A folder's config.json, and the family that reads it; `packed` where weights are packed in
+    the form of `infer.save`.
+    """
 
     hf: HFConfig
     layout: Layout
     model: ModelConfig
+    packed: PackedForm | None = None
 
 
 def read_config(folder: ModelFolder) -> HFConfig:
@@ -46,11 +51,14 @@ def describe(folder: ModelFolder) -> FolderConfig:
     Token ids that end a generation are those of generation_config.json, then of config.json.
 
     Raises:
-        WeightFormatError: a file is broken, or the weights are quantised.
+        WeightFormatError: a file is broken, or the weights are quantised in a form that is not
+            read.
         ConfigError: the architecture, or something it asks for, is not supported.
     """
     hf = read_config(folder)
-    refuse_quantised(folder, hf)
+    packed = packed_form.of_config(hf.values, hf.where)
+    if packed is None:
+        refuse_quantised(folder, hf)
     layout = layout_of(hf.texts("architectures"), hf.text("model_type", ""))
     model = layout.config(hf)
     generation = HFConfig(
@@ -61,7 +69,7 @@ def describe(folder: ModelFolder) -> FolderConfig:
     model = dataclasses.replace(
         model, bos_id=bos[0] if bos else model.bos_id, eos_ids=tuple(eos)
     ).validate()
-    return FolderConfig(hf=hf, layout=layout, model=model)
+    return FolderConfig(hf=hf, layout=layout, model=model, packed=packed)
 
 
 def refuse_quantised(folder: ModelFolder, hf: HFConfig) -> None:
@@ -74,6 +82,11 @@ def refuse_quantised(folder: ModelFolder, hf: HFConfig) -> None:
     if method is None:
         beside = (m for file, m in _QUANTISED_BY.items() if folder.member(file) is not None)
         method = next(beside, None)
+    if packed_form.is_own(hf.values):
+        raise WeightFormatError(
+            f"{folder.label}: its weights are packed by infer.quantize, and this takes plain"
+            " numbers; take the model that was quantised"
+        )
     if method is not None:
         raise WeightFormatError(
             f"{folder.label}: its weights are quantised by {method}, which this version does not"

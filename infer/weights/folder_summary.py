@@ -2,17 +2,24 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infer.errors import ConfigError, WeightFormatError
-from infer.model_files import ModelFolder
+from infer.model_files import ModelFolder, shown
 from infer.models.checkpoint import HFConfig
+from infer.native.formats import FORMATS, planar_refusal
 from infer.plan.shape import AttentionShape
+from infer.quant.format_json import to_json
+from infer.quant.formats import Format, PlanarFormat
 from infer.tokenizer.folder import chat_templates
+from infer.weights import packed_form
 from infer.weights.folder_config import describe, read_config
+from infer.weights.packed_form import PARTS, PackedForm
+from infer.weights.safetensors import TensorInfo
 from infer.weights.shards import SafetensorsFolder
-from infer.weights.summary import Summary, totals
+from infer.weights.summary import Quantisation, Summary, totals
 
 
 def summarise_folder(path: Path) -> Summary:
@@ -25,7 +32,8 @@ def summarise_folder(path: Path) -> Summary:
     hf = read_config(folder)
     text = hf.section("text_config") or hf
     with SafetensorsFolder.open(folder) as files:
-        tensors = list(files.tensors.values())
+        form = packed_form.of_config(hf.values, hf.where)
+        tensors, in_files = logical_tensors(files.tensors, form), set(files.tensors)
     layers = _layers(folder, text, len(tensors))
     sliding = [layer.window for layer in layers if layer.window is not None]
     num_params = sum(math.prod(t.shape) for t in tensors)
@@ -54,7 +62,77 @@ def summarise_folder(path: Path) -> Summary:
         tokenizer="tokenizer.json" if folder.member("tokenizer.json") else None,
         pre_tokenizer=None,
         chat_template=bool(chat_templates(folder)),
+        quantisation=None if form is None else _quantisation(form, tensors, in_files),
     )
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """A weight as the model sees it: a tensor of the file, or the parts of a packed one together.
+
+    `type_name` is a format's name where it is packed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type_name: str
+    nbytes: int
+
+
+def logical_tensors(
+    tensors: Mapping[str, TensorInfo], form: PackedForm | None
+) -> list[LogicalTensor]:
+    """Return the weights of a folder; shapes of packed ones follow from their bytes.
+
+    Raises:
+        WeightFormatError: the data of a packed weight are missing, or no rows of its format.
+    """
+    found, parts = [], set()
+    for name, format in ({} if form is None else form.weights).items():
+        mine = [tensors[n] for part in PARTS if (n := f"{name}.{part}") in tensors]
+        parts |= {info.name for info in mine}
+        data = tensors.get(f"{name}.data")
+        if data is None or len(data.shape) != 2:
+            raise WeightFormatError(
+                f"{shown(name)} is said to be packed, and has no matrix {shown(name + '.data')};"
+                " get the folder again"
+            )
+        bits = 8 * format.block_bytes / format.group if format.block_bytes else format.bits
+        shape = (data.shape[0], int(8 * data.shape[1] / bits))
+        size = sum(info.nbytes for info in mine)
+        found.append(LogicalTensor(name, shape, format.name, size))
+    return found + [
+        LogicalTensor(info.name, info.shape, info.type_name, info.nbytes)
+        for info in tensors.values()
+        if info.name not in parts
+    ]
+
+
+def _quantisation(form: PackedForm, tensors: list[LogicalTensor], names: set[str]) -> Quantisation:
+    """Return what a folder's form says; `names` are those of its files' tensors."""
+    packed = [t for t in tensors if t.name in form.weights]
+    found = totals(packed)
+    return Quantisation(
+        formats={format.name: to_json(format) for format in form.weights.values()},
+        stayed={
+            t.name: t.type_name for t in tensors if t.name not in form.weights and len(t.shape) == 2
+        },
+        bits_per_weight={
+            name: 8 * total.num_bytes / max(total.params, 1) for name, total in found.items()
+        },
+        calibration=form.calibration,
+        in_xla=tuple(
+            sorted({t.type_name for t in packed if not _has_kernel(t, form.weights[t.name], names)})
+        ),
+    )
+
+
+def _has_kernel(tensor: LogicalTensor, format: Format, names: set[str]) -> bool:
+    """Return whether the CPU's native operations multiply a packed weight."""
+    if not isinstance(format, PlanarFormat):
+        return format.name in FORMATS and tensor.shape[1] % 32 == 0
+    ordered = f"{tensor.name}.perm" in names
+    return not planar_refusal(format.code, format.group, tensor.shape[1], ordered)
 
 
 def _layers(folder: ModelFolder, text: HFConfig, num_tensors: int) -> tuple[AttentionShape, ...]:

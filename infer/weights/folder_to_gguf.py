@@ -18,7 +18,7 @@ from infer.models.registry import FAMILIES, family_of
 from infer.tokenizer import Tokenizer, gguf_export, probes
 from infer.tokenizer.folder import Parts, parts_of_folder
 from infer.weights.folder import CanonicalTensors, planned
-from infer.weights.folder_config import describe
+from infer.weights.folder_config import describe, refuse_quantised
 from infer.weights.gguf import GGUFFile
 from infer.weights.gguf_metadata import TypedMetadata
 from infer.weights.gguf_writer import GGUFTensor, head_bytes, write_gguf
@@ -56,6 +56,8 @@ def write_as_gguf(
         ConfigError: GGUF, or llama.cpp's names in it, cannot say what config.json says.
     """
     described = describe(folder)
+    if described.packed is not None:
+        refuse_quantised(folder, described.hf)
     with SafetensorsFolder.open(folder) as files:
         source = CanonicalTensors(files, described.layout)
         old = planned(described.model, source)

@@ -39,6 +39,7 @@ from infer.weights.gguf_metadata import (
     TypedMetadata,
     shown,
 )
+from infer.weights.mapped import check_length
 
 MAX_DIMS = 4  # GGML_MAX_DIMS
 DEFAULT_ALIGNMENT = 32  # GGUF_DEFAULT_ALIGNMENT
@@ -156,12 +157,13 @@ class GGUFFile(TypedMetadata):
             is one row.
 
         Raises:
-            WeightFormatError: The file has no such tensor.
+            WeightFormatError: The file has no such tensor, or has become shorter.
             ValueError: The file is closed.
         """
         info = self._info(name)
         if self._data is None:
             raise ValueError(f"{self.path} is closed; read tensors inside its `with` block")
+        self._check_length(info)
         view = np.frombuffer(self._data[info.part], np.uint8, info.nbytes, info.offset)
         return view.reshape(math.prod(info.shape[:-1]), -1)
 
@@ -196,16 +198,26 @@ class GGUFFile(TypedMetadata):
         info = self._info(name)
         self._drop(info.part, info.offset, info.offset + info.nbytes)
 
-    def release_view(self, view: np.ndarray) -> None:
+    def release_view(self, name: str, view: np.ndarray) -> None:
         """Let the system drop the pages under some rows of what `raw` returned, which stay
         readable; an array that lies elsewhere is left alone.
+
+        Raises:
+            WeightFormatError: The file has become shorter than the tensor asks for.
         """
+        self._check_length(self._info(name))
         if not view.flags.c_contiguous:
             return
         for part, data in enumerate(self._data or ()):
             start = view.ctypes.data - np.frombuffer(data, np.uint8).ctypes.data
             if 0 <= start and start + view.nbytes <= len(data):
                 self._drop(part, start, start + view.nbytes)
+
+    def _check_length(self, info: TensorInfo) -> None:
+        if self._data is not None:
+            end = info.offset + info.nbytes
+            path = self.path if len(self.paths) == 1 else shown(self.paths[info.part])
+            check_length(path, self._data[info.part], end)
 
     def _drop(self, part: int, first: int, last: int) -> None:
         """Let the system drop the whole pages of bytes [first, last) of a file."""

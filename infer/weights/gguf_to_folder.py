@@ -3,21 +3,15 @@ config.json, and the tokenizer.
 """
 
 import functools
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from infer.config import ModelConfig
-from infer.errors import ConfigError
-from infer.models.checkpoint import HFConfig, Layout
-from infer.models.differences import differences
-from infer.models.registry import FAMILIES, family_of
-from infer.tokenizer import Tokenizer, probes
-from infer.tokenizer.json_export import tokenizer_config, tokenizer_json
+from infer.models.checkpoint import Layout
+from infer.tokenizer import Tokenizer
 from infer.tokenizer.vocabulary import Vocabulary
+from infer.weights import folder_files
 from infer.weights.gguf import GGUFFile
 from infer.weights.load import planned
 from infer.weights.regroup import DTYPES, Held, Regrouped, cast, common_dtype, regroup
@@ -52,12 +46,13 @@ def write_as_folder(
     with GGUFFile.open(source) as file:
         old = planned(file)
         vocabulary = vocabulary_of(file)
-        layout, values = _described(old.config, file)
+        layout, values = folder_files.described(old.config, str(file.path), "keep the GGUF file")
         new = plan(old.config, layout.layer_names, layout.global_names)
         entries = dict(_entries(file, regroup(old, new), layout, dtype))
         embed = next(e for name, e in entries.items() if name == layout.global_names["embed"])
         kind = next(name for name, d in DTYPES.items() if dtype_name(d) == embed.dtype)
-        _write_small_files(folder, values | {"torch_dtype": kind}, vocabulary, old.config)
+        tokenizer = None if vocabulary is None else Tokenizer(vocabulary)
+        folder_files.write(folder, values | {"torch_dtype": kind}, tokenizer, old.config)
         return write_folder(
             folder,
             entries,
@@ -72,29 +67,6 @@ def vocabulary_of(file: GGUFFile) -> Vocabulary | None:
     if file.meta_str("tokenizer.ggml.model", "none") == "none":
         return None
     return Vocabulary.from_gguf(file.metadata)
-
-
-def _described(config: ModelConfig, file: GGUFFile) -> tuple[Layout, dict[str, Any]]:
-    """Return the layout whose config.json says what the file says, and that config.json.
-
-    One architecture of GGUF may stand for several families: the first that can say all is taken.
-    """
-    own = family_of(file.meta_str("general.architecture"))
-    problems = []
-    for family in (own, *(f for f in FAMILIES.values() if f.written_as == own.name)):
-        layout = family.hf
-        if layout is None:
-            continue
-        values = layout.values(config)
-        lost = differences(config, layout.config(HFConfig(values)))
-        if not lost:
-            names = dict(architectures=[layout.architectures[0]], model_type=layout.model_types[0])
-            return layout, names | values
-        problems.append(f"as {layout.architectures[0]} {'; '.join(lost)}")
-    raise ConfigError(
-        f"{file.path}: no config.json says what this {own.name} file says: {', '.join(problems)};"
-        " keep the GGUF file"
-    )
 
 
 def _entries(
@@ -129,32 +101,3 @@ def _entries(
                 read=lambda tensor=tensor, to=to: read(tensor, to),
             ),
         )
-
-
-def _write_small_files(
-    folder: Path, values: dict[str, Any], vocabulary: Vocabulary | None, config: ModelConfig
-) -> None:
-    generation: dict[str, Any] = {"bos_token_id": config.bos_id}
-    ends = list(config.eos_ids if vocabulary is None else vocabulary.eos_ids)
-    generation["eos_token_id"] = ends if len(ends) != 1 else ends[0]
-    if vocabulary is not None:
-        values = values | {"pad_token_id": vocabulary.pad_id}
-        generation["pad_token_id"] = vocabulary.pad_id
-        source, beside = (
-            tokenizer_json(vocabulary),
-            tokenizer_config(vocabulary, config.max_context),
-        )
-        (folder / "tokenizer.json").write_text(
-            json.dumps(source, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-        _write_json(folder / "tokenizer_config.json", beside)
-    _write_json(folder / "config.json", values)
-    known = {key: value for key, value in generation.items() if value not in (None, [])}
-    _write_json(folder / "generation_config.json", known)
-    if vocabulary is not None:
-        probes.check(Tokenizer(vocabulary), Tokenizer.from_folder(folder), "as tokenizer.json")
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    text = json.dumps(values, indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")

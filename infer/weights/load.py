@@ -125,7 +125,10 @@ def _read(
         if _stays_packed(info.type_name, packed):
             raw, format = slot.taken(file.raw(slot.tensor)), FORMATS[info.type_name]
             if panels and info.type_name in native_formats and slot.shape[1] % 32 == 0:
-                leaf = repack(QArray.create(raw, format, slot.shape), file.release_view)
+                leaf = repack(
+                    QArray.create(raw, format, slot.shape),
+                    functools.partial(file.release_view, slot.tensor),
+                )
                 data = leaf.data
             else:
                 # A copy: a view of the file would change, or end the process, when the file does.

@@ -31,6 +31,7 @@ from jaxtyping import Shaped, UInt8
 
 from infer.errors import WeightFormatError
 from infer.model_files import RepeatedKey, label, shown, unique_pairs
+from infer.weights.mapped import check_length
 
 MAX_HEADER_BYTES = 100_000_000  # the reference library's own limit
 MAX_TENSORS = 1 << 17  # ours, as for GGUF
@@ -146,7 +147,7 @@ class SafetensorsFile:
         """Return a tensor's bytes: a read-only view, nothing is copied.
 
         Raises:
-            WeightFormatError: The file has no such tensor.
+            WeightFormatError: The file has no such tensor, or has become shorter.
             ValueError: The file is closed.
         """
         info = self._info(name)
@@ -154,6 +155,7 @@ class SafetensorsFile:
             raise ValueError(f"{self.path} is closed; read tensors inside its `with` block")
         if not info.nbytes:
             return np.empty(0, np.uint8)
+        check_length(self.path, self._data, info.offset + info.nbytes)
         return np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
 
     def array(self, name: str) -> Shaped[np.ndarray, "..."]:

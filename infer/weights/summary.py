@@ -46,6 +46,25 @@ class TypeTotal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Quantisation:
+    """What a folder of `infer.save` says of its packed weights.
+
+    Attributes:
+        formats: by name, field by field.
+        stayed: matrices in floats, with their dtype.
+        bits_per_weight: of each format's weights, scales included.
+        calibration: of which text, or None.
+        in_xla: formats of weights for which the CPU's native operations have no kernel.
+    """
+
+    formats: Mapping[str, Mapping[str, Any]]
+    stayed: Mapping[str, str]
+    bits_per_weight: Mapping[str, float]
+    calibration: Mapping[str, Any] | None
+    in_xla: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """A model file in numbers; None is what the file does not say.
 
@@ -75,6 +94,7 @@ class Summary:
     tokenizer: str | None
     pre_tokenizer: str | None
     chat_template: bool
+    quantisation: Quantisation | None = None
 
     @property
     def num_layers(self) -> int:

@@ -93,9 +93,9 @@ def test_bandwidth_is_of_this_universe() -> None:
     assert 1e8 < profile_cpu.read_bandwidth(1, 1 << 22) < 1e13
 
 
-@pytest.mark.parametrize(("isa", "lanes"), [("avx2", 16), ("avx512", 64)])
-def test_peak_of_multiply_adds(isa: str, lanes: int, monkeypatch) -> None:
+@pytest.mark.parametrize(("isa", "macs"), [("avx2", 32), ("avx512", 128), ("amx", 1024)])
+def test_peak_of_multiply_adds(isa: str, macs: int, monkeypatch) -> None:
     import io
 
     monkeypatch.setattr("builtins.open", lambda *a, **k: io.StringIO("cpu MHz\t\t: 1000.0\n"))
-    assert profile_cpu.int8_macs(2, isa) == 2 * 1e9 * 2 * lanes
+    assert profile_cpu.int8_macs(2, isa) == 2 * 1e9 * macs

@@ -18,17 +18,29 @@ from tests.real_models import real_model_path
         (["decode", "--against", "vllm"], "no peer is called 'vllm'; there are llama.cpp, trans"),
         (["decode", "--batch", "1,0"], "--batch is '1,0'; give different positive numbers"),
         (["decode", "--batch", "8,8"], "--batch is '8,8'; give different positive numbers"),
+        (["decode", "--batch", "1,01"], "--batch is '1,01'; give different positive numbers"),
+        (["decode", "--batch", ""], "--batch is ''; give different positive numbers"),
+        (["prefill", "--batch", ""], "--batch is ''; give different positive numbers"),
+        (["decode", "--batch", "9" * 5000], "give different positive numbers, such as 1,8,32"),
+        (["decode", "--batch", "65537"], "num_slots is 65537, must be an integer from 1 to 65536"),
+        (["decode", "--kv-dtype", "int8"], "'--kv-dtype': 'int8' is not one of 'float32', 'bf"),
+        (["decode", "--peer-timeout", "0.5"], "--peer-timeout is 0.5; give seconds from 1 to"),
+        (["decode", "--peer-timeout", "nan"], "--peer-timeout is nan; give seconds from 1 to"),
         (["decode", "--rounds", "0"], "Invalid value for '--rounds'"),
         (["prefill", "--new-tokens", "4"], "--new-tokens goes with decode"),
-        (["train"], "Invalid value for"),
+        (["train"], ": 'train' is not one of 'decode', 'prefill'"),
         (["decode", "--threads", "100000"], "threads is 100000; this process may use 1 to"),
     ],
 )
-def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_bad_options(
+    options: list[str], message: str, model: Any, capsys: pytest.CaptureFixture[str]
+):
     assert main(["bench", *options]) == 2
+    assert model.loads == []
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
+    assert "Value error" not in err
 
 
 def test_missing_peers_say_how_to_get_them(
@@ -61,8 +73,12 @@ def test_a_real_run_prints_one_object(
     monkeypatch.setenv("INFER_NO_COMPILE_CACHE", "1")
     path = str(real_model_path("smollm2-135m"))
     command = ["bench", "prefill", "--model", path, "--prompt-tokens", "16", "--rounds", "1"]
-    assert main([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert main([*command, "--kv-dtype", "float16", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["ours"]["cache"] == "float16"
+    assert err.splitlines()[0] == f"infer: ours: loads {path}"
+    assert "infer: round 1 of 1, prefill, ours: " in err
     assert found["cases"]["prefill"]["shape"] == {
         "batch": 1,
         "prompt_tokens": 16,

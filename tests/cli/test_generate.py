@@ -76,7 +76,7 @@ def test_text_and_figures_are_apart(model: FakeModel, capsys: pytest.CaptureFixt
     out, err = capsys.readouterr()
     assert out == " b a\n"
     assert err.startswith("4 tokens, 42.0 tokens/s, first token after 0.250 s, loaded in ")
-    assert err.endswith("compiled in 1.50 s, cpu, xla\n")
+    assert err.endswith("compiled in 1.50 s, cpu, xla (INFER_NATIVE is 0)\n")
 
 
 def test_several_prompts_are_told_apart(model: FakeModel, capsys: pytest.CaptureFixture[str]):

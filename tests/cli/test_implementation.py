@@ -12,7 +12,9 @@ from infer import native
 from infer.cli import implementation
 from infer.cli.loading import load_model
 from infer.cli.main import main
+from infer.generation import prepare
 from infer.native import build
+from infer.ops import choice
 from tests.cli.test_info import gguf  # noqa: F401  # a fixture
 from tests.weights.test_summary import smollm2
 
@@ -129,10 +131,94 @@ class TestTheLineOnStandardError:
 
 @pytest.mark.parametrize(
     "given,implementation,packed",
-    [(None, None, None), (None, "native", None), (None, "xla", False), (True, "xla", True)],
+    [(None, None, None), (True, None, True), (None, "xla", False), (True, "xla", "blocks")],
 )
 def test_a_forced_implementation_gets_weights_it_can_read(
-    model: Any, given: bool | None, implementation: str | None, packed: bool | None
+    model: Any, given: bool | None, implementation: str | None, packed: bool | str | None
 ):
     load_model("m", packed=given, implementation=implementation)
     assert model.loads == [("m", {"dtype": None, "packed": packed})]
+
+
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("packed", [None, True, False])
+def test_native_by_name_where_it_is_there(model: Any, packed: bool | None):
+    load_model("m", packed=packed, implementation="native")
+    assert model.loads == [("m", {"dtype": None, "packed": packed})]
+
+
+@pytest.mark.usefixtures("missing")
+def test_native_by_name_where_it_is_missing_is_one_line(
+    model: Any, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["generate", "hi", "--model", "m", "--implementation", "native"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "infer: --implementation native: it is not built; build it\n",
+    )
+    assert model.loads == []
+
+
+@pytest.mark.parametrize("name", ["folder", "some/model"])
+def test_a_folder_packed_for_xla_is_refused_before_loading(
+    model: Any,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    command = ["generate", "hi", "--model", name, "--packed", "--implementation", "xla"]
+    assert main(command) == 2
+    out, err = capsys.readouterr()
+    assert (out, model.loads, err.count("\n")) == ("", [], 1)
+    assert f"--packed with --implementation xla: {name} is a folder" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        ("--implementation", choice.IMPLEMENTATIONS),
+        ("--kv-dtype", prepare.KV_DTYPES),
+    ],
+)
+def test_names_that_are_none_are_refused_before_loading(
+    model: Any, option: str, allowed: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    assert main(["generate", "hi", "--model", "m", option, "cuda"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, model.loads, err.count("\n")) == ("", [], 1)
+    assert f"'{option}': 'cuda' is not one of {', '.join(map(repr, allowed))}" in err
+    for name in allowed:
+        if name != "native":  # which may be missing here
+            assert main(["generate", "hi", "--model", "m", option, name]) == 0
+            field = option[2:].replace("-", "_")
+            assert model.calls[-1][2] == {field: name}
+            assert type(model.calls[-1][2][field]) is str
+
+
+@pytest.mark.parametrize("option", ["--num-slots", "--page-size", "--prefill-chunk"])
+def test_sizes_of_nothing_are_refused_before_loading(
+    model: Any, option: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["generate", "hi", "--model", "m", option, "0"]) == 2
+    assert (model.loads, f"Invalid value for '{option}'" in capsys.readouterr().err) == ([], True)
+
+
+def test_help_names_all_implementations(capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", "--help"]) == 0
+    text = "".join(capsys.readouterr().out.split())
+    assert "|".join(choice.IMPLEMENTATIONS) in text
+
+
+def test_a_switch_that_keeps_native_operations_out_is_named(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["generate", "hi", "--model", "m"]) == 0
+    assert capsys.readouterr().err.endswith(", cpu, xla (INFER_NATIVE is 0)\n")
+    assert main(["generate", "hi", "--model", "m", "--implementation", "xla"]) == 0
+    assert capsys.readouterr().err.endswith(", cpu, xla\n")
+    monkeypatch.setenv("INFER_NATIVE", "off")
+    assert main(["generate", "hi", "--model", "m"]) == 2
+    assert "INFER_NATIVE is 'off'; 0 leaves" in capsys.readouterr().err

@@ -24,7 +24,7 @@ def test_help_lists_the_commands_and_no_more(capsys: pytest.CaptureFixture[str])
     assert main([]) == 0
     text = capsys.readouterr().out
     listed = [line.split()[0] for line in text.split("Commands:")[1].splitlines() if line.strip()]
-    assert listed == ["generate", "chat", "pull", "models", "info", "convert", "bench"]
+    assert listed == ["generate", "chat", "pull", "models", "info", "convert", "bench", "eval"]
 
 
 def test_python_m():

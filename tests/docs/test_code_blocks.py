@@ -20,11 +20,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> infer.Model:
 
 
 @pytest.mark.parametrize(
-    ("page", "num_blocks"), [("README.md", 1), ("docs/generate-inside-jit.md", 9)]
+    ("page", "num_blocks"),
+    [
+        ("README.md", 1),
+        ("docs/generate-inside-jit.md", 9),
+        ("docs/quantisation.md", 1),
+        ("docs/evaluation.md", 1),
+    ],
 )
 def test_blocks_run_in_order(
-    tiny: infer.Model, monkeypatch: pytest.MonkeyPatch, page: str, num_blocks: int
+    tiny: infer.Model,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    page: str,
+    num_blocks: int,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where the pages write their files
     monkeypatch.setattr(infer, "load", lambda name: tiny)
     text = (ROOT / page).read_text()
     blocks = list(_BLOCK.finditer(text))

@@ -1,6 +1,7 @@
 """Keys and values cached in another dtype than the activations'."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import infer
 from infer import SamplingParams
 from infer.errors import ConfigError, RequestError
+from infer.generation.prepare import RunOptions
 from tests.generation.test_generate import Letters
 from tests.models import tiny
 
@@ -43,9 +45,26 @@ def test_logprobs_move_by_the_rounding_alone() -> None:
     assert not np.array_equal(of("float16"), of(None))
 
 
-def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kv_dtype is 'int3'"):
-        infer.generate(tiny.llama(), _PROMPTS, kv_dtype="int3")
+@pytest.mark.parametrize("dtype", ["int3", "int8", jnp.float64, np.dtype("int32"), float])
+def test_an_unknown_dtype_is_refused(dtype: Any) -> None:
+    with pytest.raises(ConfigError, match=r"kv_dtype is .*; there are 'float32', 'bfloat16', 'fl"):
+        RunOptions(kv_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float16", jnp.float16, np.float16, np.dtype("float16"), jnp.zeros(1, "float16").dtype],
+)
+def test_a_dtype_is_what_jax_takes_for_one(dtype: Any) -> None:
+    assert RunOptions(kv_dtype=dtype) == RunOptions(kv_dtype="float16")
+    assert RunOptions(kv_dtype=dtype).kv_dtype == "float16"
+
+
+def test_a_dtype_object_gives_the_tokens_of_its_name() -> None:
+    run = lambda d: infer.generate(tiny.llama(), _PROMPTS, sampling=_GREEDY, kv_dtype=d)
+    by_name, by_class = run("bfloat16"), run(jnp.bfloat16)
+    assert by_class.stats["compiles"] == 0
+    np.testing.assert_array_equal(by_name.tokens, by_class.tokens)
 
 
 def test_a_stream_goes_on_with_the_dtype_of_its_state() -> None:

@@ -121,9 +121,12 @@ def test_it_decodes_what_generate_does(given: int) -> None:
     assert np.array_equal(job.result().tokens, want.tokens)
 
 
-def test_a_call_of_no_turns_is_refused() -> None:
-    with pytest.raises(ValueError, match="per_call is 0, must be at least 1"):
-        _turns(_job(), 0)
+@pytest.mark.parametrize("per_call", [0, -1, True])
+def test_a_call_of_no_turns_is_refused(per_call: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"per_call is {per_call}, must be an integer of at least 1"
+    ):
+        _turns(_job(), per_call)
 
 
 @pytest.mark.parametrize("per_call", [1, 3])

@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer import native
+from infer.native.experts import expert_mlp
 from infer.native.linear import gated_mlp, linear
 from infer.native.repack import repack
 from infer.native.sample import logsumexp, sample
-from tests.native.weights import FORMATS, random_rows, random_weight
+from infer.quant.methods import FP8, NF4, RTN
+from tests.native.weights import FORMATS, random_experts, random_rows, random_weight
 
 
 def results() -> dict[str, list[np.ndarray]]:
     """Return the results by operation and format."""
-    x = jnp.asarray(random_rows(11, 256))
+    x = jnp.asarray(random_rows(43, 256))
     gain = jnp.asarray(random_rows(1, 256, seed=2)[0])
     results = {}
     for name in FORMATS:
@@ -28,6 +30,22 @@ def results() -> dict[str, list[np.ndarray]]:
         for act in ("silu", "gelu_tanh"):
             y = gated_mlp(x, gate, up, down, act, norm_gain=gain, residual=True)
             results[f"gated_mlp {act} {name}"] = [y]
+        experts = [
+            repack(random_experts(name, shape, seed=s))
+            for s, shape in enumerate([(6, 96, 256), (6, 96, 256), (6, 256, 96)])
+            if not (s == 2 and name.endswith("_K"))  # blocks of 256
+        ]
+        if len(experts) < 3:
+            experts.append(repack(random_experts("Q8_0", (6, 256, 96), seed=2)))
+        rows = jnp.asarray(random_rows(150, 256, seed=7))
+        rng = np.random.default_rng(8)
+        ids = rng.integers(0, 4, (150, 3), np.int32) * rng.integers(0, 2, (150, 1), np.int32)
+        weights = jnp.asarray(rng.random((150, 3), np.float32))
+        y = expert_mlp(rows, jnp.asarray(ids), weights, *experts, "silu", residual=rows)
+        results[f"expert_mlp {name}"] = [y]
+    for method in (RTN(bits=3, group_size=64, symmetric=False), RTN(bits=8), NF4(), FP8()):
+        w = repack(method.pack(jnp.asarray(random_rows(100, 256, seed=7))))
+        results[f"linear {method}"] = list(linear(x, (w,)))
     logits = jnp.asarray(np.random.default_rng(6).standard_normal((6, 9000), np.float32) * 4)
     results["logsumexp"] = [logsumexp(logits)]
     of = lambda *values: jnp.asarray(values, jnp.float32)

@@ -6,6 +6,7 @@ Each call is a good one with up to three things wrong.  A line goes out before e
 last line of a process that died says what killed it.  The exit code is 1 if a wrong call ran.
 """
 
+import ctypes
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer import native
-from infer.native.formats import FORMATS
+from infer.native.formats import FORMATS, LEVELS, planar_number
 
 # Bytes of 16 rows of one block, and its width: gemm.h.
 _BLOCKS = {
@@ -62,11 +63,23 @@ def _f32(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
 
 
-def _weight(rng: np.random.Generator, out: int, width: int) -> tuple[np.ndarray, int]:
-    """Return a packed weight of random bytes, and the number of its format."""
+def _weight(
+    rng: np.random.Generator, out: int, width: int, experts: int = 0
+) -> tuple[np.ndarray, int]:
+    """Return a packed weight of random bytes, or those of experts, and the number of its format."""
+    lead = [experts] if experts else []
+    if rng.integers(3) == 0:
+        kind = int(rng.integers(11, 26))
+        unit = 2 if kind >= LEVELS else 32
+        span = unit * int(rng.integers(1, width // unit + 1))
+        number = planar_number(kind, span, bool(rng.integers(2)))
+        library = native.library()
+        library.infer_native_panel_bytes.restype = ctypes.c_int64
+        size = library.infer_native_panel_bytes(ctypes.c_int64(number), ctypes.c_int64(width))
+        return rng.integers(0, 256, (*lead, -(-out // 16), size), np.uint8), number
     name = rng.choice([n for n, (_, block) in _BLOCKS.items() if width % block == 0])
     size, block = _BLOCKS[name]
-    shape = (-(-out // 16), width // block * size)
+    shape = (*lead, -(-out // 16), width // block * size)
     return rng.integers(0, 256, shape, np.uint8), FORMATS[name]
 
 
@@ -113,6 +126,29 @@ def gated_mlp(rng: np.random.Generator) -> Call:
             "activation": np.int64(rng.integers(2)),
             "residual": residual,
             "eps": np.float32(1e-5),
+        },
+    )
+
+
+def expert_mlp(rng: np.random.Generator) -> Call:
+    tokens, width = int(rng.integers(0, 80)), int(rng.choice([32, 256]))
+    experts, hidden, k = int(rng.integers(1, 6)), int(rng.choice([32, 96, 256])), rng.integers(1, 5)
+    sizes = [(hidden, width), (hidden, width), (width, hidden)]
+    weights = [_weight(rng, *size, experts) for size in sizes]
+    return Call(
+        "infer_expert_mlp",
+        [
+            _f32(rng, tokens, width),
+            _ids(rng, tokens * int(k), experts).reshape(tokens, int(k)),
+            _f32(rng, tokens, int(k)),
+            *(data for data, _ in weights),
+            *([_f32(rng, tokens, width)] if rng.integers(2) else []),
+        ],
+        [((tokens, width), np.float32)],
+        {
+            "formats": np.array([f for _, f in weights], np.int64),
+            "width": np.int64(hidden),
+            "activation": np.int64(rng.integers(2)),
         },
     )
 
@@ -334,6 +370,8 @@ def attribute(rng: np.random.Generator, call: Call) -> str:
             new[rng.integers(len(new))] = rng.choice([x for x in _INTS if x not in (0, 3, 7)])
     elif isinstance(old, np.int64) and rng.random() < 0.8:
         new = np.int64(rng.choice([x for x in _INTS if x != old]))
+        if name == "activation":
+            new = np.int64(rng.choice([x for x in _INTS if x not in (0, 1)]))
         # Any other window is right, and so may be 3 or 7 rows in a panel of 16.
         if name in ("window", "out"):
             new = np.int64(rng.choice([x for x in _INTS if x < 0]))
@@ -348,6 +386,7 @@ BUILD: dict[str, Callable[[np.random.Generator], Call]] = {
     for f in (
         linear,
         gated_mlp,
+        expert_mlp,
         embed,
         paged_attention,
         dense_attention,
@@ -360,8 +399,8 @@ WRONGS = [argument_shape, argument_dtype, argument_count, result_shape, result_d
 WRONGS += [result_count, attribute, attribute]
 
 
-# Arguments of the operations whose last one, a norm's gain, can be left out.
-_REQUIRED = {"infer_gated_mlp": 4}
+# Arguments of the operations whose last one, a norm's gain or a residual, can be left out.
+_REQUIRED = {"infer_gated_mlp": 4, "infer_expert_mlp": 6}
 
 
 # Operations whose first argument has as many columns as it likes.

@@ -106,7 +106,7 @@ def test_a_row_has_the_same_bits_in_batches_of_1_to_33(name: str) -> None:
         assert np.array_equal(mlp(x[:rows]), every[:rows]), rows
 
 
-@pytest.mark.parametrize("isa,threads", [("avx2", 1), ("avx2", 3), ("avx512", 1)])
+@pytest.mark.parametrize("isa,threads", [("avx2", 1), ("avx2", 3), ("avx512", 1), ("avx512", 7)])
 def test_bits_depend_on_neither_instructions_nor_threads(isa: str, threads: int) -> None:
     env = {**os.environ, "INFER_NATIVE_ISA": isa, "INFER_NUM_THREADS": str(threads)}
     run = [sys.executable, "-m", "tests.native.bits"]

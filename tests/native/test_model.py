@@ -69,5 +69,7 @@ def test_packed_float_weights_give_them_too(params) -> None:
 
 def test_packed_weights_have_no_plain_form(params) -> None:
     packed = dataclasses.replace(params, embed=repack(params.embed))
-    with pytest.raises(NotImplementedError, match="load them with packed='blocks'"):
+    with pytest.raises(
+        NotImplementedError, match=r"load a GGUF file with packed='blocks', a folder with"
+    ):
         _run(packed, "xla")

@@ -1,5 +1,6 @@
 """Repacked weights: what they hold, what they refuse."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer.errors import WeightFormatError
 from infer.native import repack as repacking
 from infer.native.linear import linear
 from infer.native.repack import repack
 from infer.quant.blocks import FORMATS as BLOCKS
 from infer.quant.qarray import QArray
+from infer.weights.gguf import GGUFFile
 from infer.weights.gguf_writer import GGUFTensor, write_gguf
 from tests.native.weights import FLOATS, FORMATS, PACKED, dense, random_weight
 
@@ -45,10 +48,18 @@ def test_weights_anywhere_in_memory() -> None:
 def test_what_has_no_kernel_is_not_implemented() -> None:
     with pytest.raises(NotImplementedError, match="weights in IQ4_NL"):
         repack(random_weight("IQ4_NL", (4, 32)))
-    with pytest.raises(NotImplementedError, match="multiple of 32, not 48"):
+    with pytest.raises(NotImplementedError, match="multiple of 32, from 32 on, not 48"):
         repack(jnp.zeros((4, 48), jnp.float32))
+    for dtype in FLOATS.values():
+        with pytest.raises(NotImplementedError, match="multiple of 32, from 32 on, not 0"):
+            repack(jnp.zeros((4, 0), dtype))
     with pytest.raises(NotImplementedError, match="int32"):
         repack(jnp.zeros((4, 32), jnp.int32))
+
+
+def test_no_rows_are_no_panels() -> None:
+    packed = repack(jnp.zeros((0, 64), jnp.float32))
+    assert (packed.shape, packed.data.shape[0], packed.nbytes) == ((0, 64), 0, 0)
 
 
 def test_floats_keep_their_dtype() -> None:
@@ -79,6 +90,7 @@ import sys, numpy as np
 from infer.native.repack import repack
 from infer.quant.blocks import FORMATS
 from infer.quant.qarray import QArray
+from infer.weights.gguf import GGUFFile
 from infer.weights.gguf_writer import GGUFTensor, write_gguf
 from infer.weights.gguf import GGUFFile
 def kb(name):
@@ -89,7 +101,7 @@ file = GGUFFile.open(sys.argv[1])
 before, most = kb("VmRSS"), kb("VmHWM")
 raw = file.raw("w")
 shape = file.tensors["w"].shape
-packed = repack(QArray.create(raw, FORMATS["Q8_0"], shape), file.release_view)
+packed = repack(QArray.create(raw, FORMATS["Q8_0"], shape), lambda x: file.release_view("w", x))
 peak = kb("VmHWM")
 assert peak > most
 assert raw[-1].any()  # still readable
@@ -108,6 +120,29 @@ def test_a_mapped_weight_is_never_in_memory_twice(tmp_path: Path) -> None:
     )
     # The weight itself, a piece of the file, and the rest of a huge page.
     assert 1 <= float(done.stdout) < 1.2, done.stderr
+
+
+def test_a_file_that_is_cut_between_two_pieces_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repacking, "_PIECE", 1)
+    data = np.ones((64, 34 * 32), np.uint8)
+    tensor = GGUFTensor(name="w", shape=(64, 1024), type_name="Q8_0", data=lambda: data)
+    path = tmp_path / "w.gguf"
+    write_gguf(path, {"general.architecture": "llama"}, [tensor])
+    with GGUFFile.open(path) as file:
+        weight = QArray.create(file.raw("w"), BLOCKS["Q8_0"], (64, 1024))
+        pieces = []
+
+        def done(piece: np.ndarray) -> None:
+            pieces.append(len(piece))
+            if len(pieces) == 2:
+                os.truncate(path, path.stat().st_size - 4096)
+            file.release_view("w", piece)
+
+        with pytest.raises(WeightFormatError, match="has been cut to"):
+            repack(weight, done)
+        assert pieces == [16, 16]
 
 
 def test_data_that_does_not_match_its_shape_is_refused() -> None:

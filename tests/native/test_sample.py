@@ -85,6 +85,39 @@ def test_rows_without_an_answer_do_not_disturb_others() -> None:
         assert got.min() >= 0 and got.max() < 4500
 
 
+def test_rows_without_an_answer_have_the_token_of_the_plain_form() -> None:
+    rng = np.random.default_rng(4)
+    rows, vocab = 12, 9003
+    logits = rng.standard_normal((rows, vocab), np.float32)
+    nan, inf = np.nan, np.inf
+    for row, places in enumerate(
+        [
+            {9002: nan},
+            {8: nan, 5000: nan},
+            {4096: nan, 17: inf},
+            {17: nan, 4096: inf},
+            {5000: inf},
+            {5000: inf, 4999: inf},
+            {3: -nan, 2: -inf},
+            {0: nan},
+        ]
+    ):
+        for at, value in places.items():
+            logits[row, at] = value
+    logits[8] = -inf
+    logits[9] = nan
+    logits[10] = inf
+    for parameters in [(1.0, 0, 1.0, 0.0), (0.7, 20, 0.9, 0.0), (1.0, 0, 0.5, 0.1), (0, 0, 1, 0)]:
+        state = state_of([parameters] * rows)
+        native, plain = (_draws(name, jnp.asarray(logits), state, 5) for name in ("native", "xla"))
+        assert native.tolist() == plain.tolist()
+        if parameters[0] == 0:
+            want = [9002, 8, 4096, 17, 5000, 4999, 3, 0, 0, 0, 0, int(np.argmax(logits[11]))]
+            assert native.tolist() == [want] * 5
+        else:
+            assert not native[:, :11].any()
+
+
 def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
     rng = np.random.default_rng(1)
     logits = jnp.asarray(rng.standard_normal((8, 9000), np.float32) * 2)

@@ -60,3 +60,20 @@ def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
 def rms(x: np.ndarray) -> float:
     """Return the root of the mean square."""
     return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+
+
+def random_experts(name: str, shape: tuple[int, int, int], seed: int = 0) -> QArray | Array:
+    """Return the weights [E, out, in] of experts, as `random_weight` makes them."""
+    experts, out, width = shape
+    weight = random_weight(name, (experts * out, width), seed)
+    if not isinstance(weight, QArray):
+        return weight.reshape(shape)
+    data = np.asarray(weight.data).reshape(experts, out, -1)
+    return QArray.create(data, weight.format, shape)
+
+
+def one_expert(weight: QArray | Array, expert: int) -> QArray | Array:
+    """Return the matrix [out, in] of one expert."""
+    if isinstance(weight, QArray):
+        return QArray.create(np.asarray(weight.data)[expert], weight.format, weight.shape[1:])
+    return weight[expert]

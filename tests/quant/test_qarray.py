@@ -92,7 +92,8 @@ def test_rows_of_a_planar_format_are_not_permuted_here():
     ("data", "shape", "message"),
     [
         (np.zeros((2, 34), np.uint8), (64,), "a matrix .* not of shape \\(64,\\)"),
-        (np.zeros((2, 34), np.uint8), (1, 2, 32), "a stack as a tuple of QArrays"),
+        (np.zeros((2, 34), np.uint8), (1, 1, 2, 32), "a stack of layers as a tuple of QArrays"),
+        (np.zeros((2, 34), np.uint8), (1, 2, 32), "is uint8 \\(1, 2, 34\\)"),
         (np.zeros((0, 34), np.uint8), (0, 32), "at least one weight"),
         (np.zeros((2, 34), np.uint8), (2, 33), "row of 33 weights is no whole number"),
         (np.zeros((2, 34), np.uint8), (3, 32), "is uint8 \\(3, 34\\)"),

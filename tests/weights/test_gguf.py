@@ -47,6 +47,23 @@ def test_raw_is_a_view_that_outlives_the_file(tmp_path):
         file.raw("v")
 
 
+def test_a_file_that_is_cut_while_it_is_open_is_an_error(tmp_path):
+    path = tmp_path / "a.gguf"
+    infos = [g.tensor_info("a", [3], F32, 0), g.tensor_info("b", [3], F32, 32)]
+    path.write_bytes(g.gguf(infos, struct.pack("<3f20x3f", 1, 2, 3, 4, 5, 6)))
+    with GGUFFile.open(path) as file:
+        size = path.stat().st_size
+        assert file.array("b").tolist() == [4, 5, 6]
+        os.truncate(path, size - 1)
+        assert file.array("a").tolist() == [1, 2, 3]  # which is there
+        for read in (file.raw, file.array, lambda name: file.release_view(name, np.zeros(3))):
+            with pytest.raises(
+                WeightFormatError,
+                match=rf"a\.gguf: has been cut to {size - 1} bytes while .* ends at byte {size};",
+            ):
+                read("b")
+
+
 def test_every_kind_of_value():
     pairs = [
         g.pair("u8", g.UINT8, 200),

@@ -1,6 +1,7 @@
 """The safetensors reader and writer against the reference library."""
 
 import json
+import os
 from pathlib import Path
 
 import ml_dtypes
@@ -36,6 +37,20 @@ def test_what_the_reference_library_writes_is_read(tmp_path: Path) -> None:
             assert file.tensors[name].dtype == name
             assert not have.flags.writeable
             np.testing.assert_array_equal(have, want, strict=True)
+
+
+def test_a_file_that_is_cut_while_it_is_open_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_file(path, {"a": np.zeros(3, np.float32), "b": np.ones(3, np.float32)}, {})
+    with SafetensorsFile.open(path) as file:
+        os.truncate(path, path.stat().st_size - 1)
+        last = max(file.tensors.values(), key=lambda info: info.offset).name
+        for name in ("a", "b"):
+            if name == last:
+                with pytest.raises(WeightFormatError, match="has been cut to"):
+                    file.array(name)
+            else:
+                assert file.array(name).shape == (3,)
 
 
 def test_every_dtype_goes_through_a_file(tmp_path: Path) -> None:

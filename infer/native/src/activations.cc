@@ -74,6 +74,21 @@ Rows take_rows(Scratch& scratch, int64_t rows, int64_t in, Needs needs) {
   return to;
 }
 
+Rows rows_of(const Rows& all, int first, int count) {
+  const int64_t groups = static_cast<int64_t>(first) * (all.in / kGroup);
+  Rows to = all;
+  to.stride = count;
+  if (all.x != nullptr) to.x += groups * kGroup;
+  if (all.q != nullptr) {
+    to.q += groups * kGroup;
+    to.d += groups;
+    to.d_sum += groups;
+    to.minus_sum += groups;
+    to.minus_half += 2 * groups;
+  }
+  return to;
+}
+
 void prepare_rows(const float* x, int rows, const float* gain, float eps, const Rows& to) {
   const Kernels& k = kernels();
   // A norm and a rounding cost about as much as 64 products.
@@ -87,14 +102,28 @@ void prepare_rows(const float* x, int rows, const float* gain, float eps, const 
       min_piece(64 * to.in));
 }
 
-namespace {
+void do_hidden(const Kernels& k, const Weight& gate, const Weight& up, Activation act,
+               const Rows& x, int row, int count, int group, const Rows& hidden) {
+  static_assert(kGroup == 2 * kPanel);
+  alignas(64) float tiles[2][kRowBlock * kPanel], gates[kRowBlock * kGroup],
+      ups[kRowBlock * kGroup];
+  for (bool is_gate : {true, false}) {
+    const Weight& w = is_gate ? gate : up;
+    k.panels(w, w.panel(2 * group), w.panel(2 * group + 1), x, row, count, tiles[0],
+             tiles[1]);
+    for (int i = 0; i < 2 * count; ++i) {
+      std::copy_n(tiles[i % 2] + kPanel * (i / 2), kPanel, (is_gate ? gates : ups) + kPanel * i);
+    }
+  }
+  k.gate(gates, ups, act, kGroup * count);
+  for (int i = 0; i < count; ++i) k.prepare_group(gates + kGroup * i, hidden, row + i, group);
+}
 
-// Rows [row, row + count) of two panels of outputs, or of the last one.
 void do_pair(const Kernels& k, const Product& p, const Rows& x, int row, int count, int pair) {
   alignas(64) float tiles[2][kRowBlock * kPanel];
   const Weight& w = p.weight;
   const bool two = 2 * pair + 1 < w.panels();
-  k.panels(w.format, w.panel(2 * pair), two ? w.panel(2 * pair + 1) : nullptr, x, row, count,
+  k.panels(w, w.panel(2 * pair), two ? w.panel(2 * pair + 1) : nullptr, x, row, count,
            tiles[0], tiles[1]);
   for (int j = 0; j < (two ? 2 : 1); ++j) {
     const int column = (2 * pair + j) * kPanel, n = std::min(kPanel, w.out - column);
@@ -106,8 +135,6 @@ void do_pair(const Kernels& k, const Product& p, const Rows& x, int row, int cou
   }
 }
 
-}  // namespace
-
 // All panels of all products for a block of rows, then for the next: the weights stay in the second
 // cache while the rows pass, or, with few rows, stream through once.
 void do_products(const Product* products, int count, const Rows& x, int rows) {
@@ -118,6 +145,7 @@ void do_products(const Product* products, int count, const Rows& x, int rows) {
   parallel_for(
       blocks * pairs,
       [&](int begin, int end) {
+        const TilesFor tiles(k, rows);
         for (int item = begin; item < end; ++item) {
           const int row = item / pairs * kRowBlock;
           const Product* p = products;
@@ -143,25 +171,39 @@ ffi::Error check_x(const ffi::AnyBuffer& x, int& rows, int& in) {
 }
 
 ffi::Error check_weight(const char* name, const ffi::AnyBuffer& data, int64_t format, int64_t out,
-                        int64_t in, Weight& weight) {
-  if (format < 0 || format >= kFormats) {
+                        int64_t in, Weight& weight, int64_t experts) {
+  const Spec spec(format);
+  const Format f = spec.format;
+  if (format < 0 || (format & 255) >= kFormats || (!is_planar(f) && format >= kFormats)) {
     return invalid("%s has the format %lld; formats are 0 to %d", name,
                    static_cast<long long>(format), kFormats - 1);
   }
-  const Format f = static_cast<Format>(format);
+  if (is_planar(f) && (spec.span < 1 || spec.span > in || spec.span % span_unit(f) != 0)) {
+    return invalid("%s has a scale for each %lld inputs of %lld; it must be a multiple of %d", name,
+                   static_cast<long long>(spec.span), static_cast<long long>(in), span_unit(f));
+  }
   if (in % block_width(f) != 0 || out < 1 || out > 1 << 28) {
     return invalid("%s is [%lld, %lld], and its format has blocks of %d along the input", name,
                    static_cast<long long>(out), static_cast<long long>(in), block_width(f));
   }
   const int64_t panels = (out + kPanel - 1) / kPanel;
-  if (data.element_type() != ffi::U8 || !has_shape(data, {panels, panel_bytes(f, in)})) {
-    return invalid("%s has packed data %s; its weight [%lld, %lld] takes uint8 [%lld, %lld]", name,
-                   shape_text(data).c_str(), static_cast<long long>(out),
-                   static_cast<long long>(in), static_cast<long long>(panels),
-                   static_cast<long long>(panel_bytes(f, in)));
+  const int64_t bytes = panel_bytes(spec, in);
+  const bool fits = experts > 0 ? has_shape(data, {experts, panels, bytes})
+                                : has_shape(data, {panels, bytes});
+  if (data.element_type() != ffi::U8 || !fits) {
+    const std::string lead = experts > 0 ? std::to_string(experts) + ", " : "";
+    return invalid("%s has packed data %s; its weight [%s%lld, %lld] takes uint8 [%s%lld, %lld]",
+                   name, shape_text(data).c_str(), lead.c_str(), static_cast<long long>(out),
+                   static_cast<long long>(in), lead.c_str(), static_cast<long long>(panels),
+                   static_cast<long long>(bytes));
   }
-  weight = {f, static_cast<const uint8_t*>(data.untyped_data()), static_cast<int>(out),
-            static_cast<int>(in)};
+  weight = {f,
+            static_cast<const uint8_t*>(data.untyped_data()),
+            static_cast<int>(out),
+            static_cast<int>(in),
+            bytes,
+            static_cast<int>(spec.span),
+            spec.half};
   return ffi::Error::Success();
 }
 
@@ -175,7 +217,8 @@ ffi::Error check_f32(const char* name, const ffi::AnyBuffer& buffer,
 }
 
 const Kernels& kernels() {
-  return best_isa() >= Isa::kAvx512Vnni ? kernels_avx512() : kernels_avx2();
+  if (best_isa() == Isa::kAmx) return kernels_amx();
+  return best_isa() == Isa::kAvx512Vnni ? kernels_avx512() : kernels_avx2();
 }
 
 }  // namespace infer

@@ -47,6 +47,9 @@ struct Needs {
 size_t rows_bytes(int64_t rows, int64_t in, Needs needs);
 Rows take_rows(Scratch& scratch, int64_t rows, int64_t in, Needs needs);
 
+// The room of rows [first, first + count) as a block of its own, count <= kRowBlock.
+Rows rows_of(const Rows& all, int first, int count);
+
 // Prepare all rows of x [rows, in] (Kernels::prepare) on all threads.
 void prepare_rows(const float* x, int rows, const float* gain, float eps, const Rows& to);
 
@@ -64,15 +67,23 @@ struct Product {
   float* y = nullptr;
 };
 
+// Rows [row, row + count) of two panels of outputs, or of the last one.  `row` begins a block.
+void do_pair(const Kernels& k, const Product& p, const Rows& x, int row, int count, int pair);
+
+// 32 hidden activations of a block of rows: gate, up, act, and their rounding for `down`.
+void do_hidden(const Kernels& k, const Weight& gate, const Weight& up, Activation act,
+               const Rows& x, int row, int count, int group, const Rows& hidden);
+
 // All of some products of the same rows, on all threads.
 void do_products(const Product* products, int count, const Rows& x, int rows);
 
 // Check x: f32 [rows, in], in a multiple of 32; fills rows and in.
 xla::ffi::Error check_x(const xla::ffi::AnyBuffer& x, int& rows, int& in);
 
-// Check a packed weight of `out` rows and width `in`: u8 [panels, panel_bytes].
+// Check a packed weight of `out` rows and width `in`: u8 [panels, panel_bytes], or as many as
+// `experts` one after the other, u8 [experts, panels, panel_bytes]; fills in the first.
 xla::ffi::Error check_weight(const char* name, const xla::ffi::AnyBuffer& data, int64_t format,
-                             int64_t out, int64_t in, Weight& weight);
+                             int64_t out, int64_t in, Weight& weight, int64_t experts = 0);
 
 // Check an f32 buffer of this shape.
 xla::ffi::Error check_f32(const char* name, const xla::ffi::AnyBuffer& buffer,

@@ -29,6 +29,10 @@ int code_at(const uint8_t* group, int lane, int k) {
   const int v = k / 4;
   const uint8_t* four = group + 4 * lane + k % 4;
   if constexpr (bits == 8) return four[64 * v];
+  if constexpr (bits < 4) {
+    const int low = four[64 * (v / 4)] >> 2 * (v % 4) & 3;
+    return bits == 2 ? low : low | (four[128] >> v & 1) << 2;
+  }
   int code = v < 4 ? four[64 * v] & 15 : four[64 * (v - 4)] >> 4;
   if constexpr (bits == 5) code |= (four[256] >> v & 1) << 4;
   if constexpr (bits == 6) code |= (four[256 + 64 * (v / 4)] >> 2 * (v % 4) & 3) << 4;
@@ -68,6 +72,58 @@ void row_of_k(const uint8_t* p, int lane, int in, float* y) {
   }
 }
 
+using CodeAt = int (*)(const uint8_t*, int, int);
+CodeAt code_at_of(int bits) {
+  switch (bits) {
+    case 2: return code_at<2>;
+    case 3: return code_at<3>;
+    case 4: return code_at<4>;
+    case 5: return code_at<5>;
+    case 6: return code_at<6>;
+    default: return code_at<8>;
+  }
+}
+
+float from_e4m3(uint8_t code) {
+  const uint16_t h = static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7);
+  return from_f16(reinterpret_cast<const uint8_t*>(&h)) * 256.0f;
+}
+
+void row_of_planar(const Weight& w, const uint8_t* p, int lane, float* y) {
+  const auto& header = *reinterpret_cast<const PlanarHeader*>(p);
+  const int bits = planar_bits(w.format), size = w.half ? 2 : 4;
+  const CodeAt code = code_at_of(bits);
+  p += sizeof header;
+  for (int start = 0; start < w.in; start += w.span) {
+    float scale;
+    if (w.half) {
+      scale = from_f16(p + 2 * lane);
+    } else {
+      std::memcpy(&scale, p + 4 * lane, 4);
+    }
+    int zero = 1 << (bits - 1);
+    if (has_zero(w.format)) zero = p[size * kPanel + lane];
+    if (is_float(w.format)) scale *= header.global;
+    p += scale_bytes(w.format, w.half);
+    const int n = std::min(w.span, w.in - start);
+    for (int k = 0; k < n; ++k) {
+      float value;
+      if (w.format == Format::kLevels) {
+        value = header.levels[p[8 * (k & ~1) + lane] >> 4 * (k & 1) & 15];
+      } else if (w.format == Format::kE4M3) {
+        value = from_e4m3(p[kPanel * k + lane]);
+      } else if (w.format == Format::kE5M2) {
+        const uint8_t half[2] = {0, p[kPanel * k + lane]};
+        value = from_f16(half);
+      } else {
+        value = static_cast<float>(code(p + 2 * bits * (k & ~31), lane, k & 31) - zero);
+      }
+      *y++ = value * scale;
+    }
+    p += 2 * bits * static_cast<int64_t>(n);
+  }
+}
+
 void row_of_floats(Format format, const uint8_t* p, int lane, int in, float* y) {
   for (int k = 0; k < in; ++k) {
     const uint8_t* at = p + (format == Format::kF32 ? 4 : 2) * (kPanel * k + lane);
@@ -86,6 +142,7 @@ void row_of_floats(Format format, const uint8_t* p, int lane, int in, float* y) 
 void unpack_row(const Weight& w, int row, float* y) {
   const uint8_t* p = w.panel(row / kPanel);
   const int lane = row % kPanel;
+  if (is_planar(w.format)) return row_of_planar(w, p, lane, y);
   switch (w.format) {
     case Format::kQ4_0: return row_of_32<4, false>(p, lane, w.in, y);
     case Format::kQ4_1: return row_of_32<4, true>(p, lane, w.in, y);

@@ -6,24 +6,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// 32 hidden activations of a block of rows: gate, up, act, and their rounding for `down`.
-void do_hidden(const Kernels& k, const Weight& gate, const Weight& up, Activation act,
-               const Rows& x, int row, int count, int group, const Rows& hidden) {
-  static_assert(kGroup == 2 * kPanel);
-  alignas(64) float tiles[2][kRowBlock * kPanel], gates[kRowBlock * kGroup],
-      ups[kRowBlock * kGroup];
-  for (bool is_gate : {true, false}) {
-    const Weight& w = is_gate ? gate : up;
-    k.panels(w.format, w.panel(2 * group), w.panel(2 * group + 1), x, row, count, tiles[0],
-             tiles[1]);
-    for (int i = 0; i < 2 * count; ++i) {
-      std::copy_n(tiles[i % 2] + kPanel * (i / 2), kPanel, (is_gate ? gates : ups) + kPanel * i);
-    }
-  }
-  k.gate(gates, ups, act, kGroup * count);
-  for (int i = 0; i < count; ++i) k.prepare_group(gates + kGroup * i, hidden, row + i, group);
-}
-
 ffi::Error gated_mlp(ffi::AnyBuffer x, ffi::AnyBuffer gate_data, ffi::AnyBuffer up_data,
                      ffi::AnyBuffer down_data, ffi::RemainingArgs args,
                      ffi::Result<ffi::AnyBuffer> result, ffi::Span<const int64_t> formats,
@@ -73,6 +55,7 @@ ffi::Error gated_mlp(ffi::AnyBuffer x, ffi::AnyBuffer gate_data, ffi::AnyBuffer 
   parallel_for(
       blocks * groups,
       [&](int begin, int end) {
+        const TilesFor tiles(k, rows);
         for (int item = begin; item < end; ++item) {
           const int row = item / groups * kRowBlock;
           do_hidden(k, gate, up, act, prepared, row, std::min(kRowBlock, rows - row),

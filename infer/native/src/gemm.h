@@ -18,6 +18,7 @@ namespace infer {
 
 constexpr int kPanel = 16;     // output rows side by side in a packed weight
 constexpr int kGroup = 32;     // activations with one scale
+constexpr int kTileRows = 16;  // activation rows of an AMX tile
 constexpr int kRowBlock = 64;  // activation rows that pass a panel before the next panel
 
 // The numbers are part of the Python side (repack.py).
@@ -33,32 +34,98 @@ enum class Format : int {
   kQ4K = 8,
   kQ5K = 9,
   kQ6K = 10,
+  // Planar: integers of 2 to 8 bits, with a zero point (kIntZ) or the middle code for it; 16 levels
+  // in floats; 8-bit floats.
+  kInt2 = 11,
+  kInt3 = 12,
+  kInt4 = 13,
+  kInt5 = 14,
+  kInt6 = 15,
+  kInt8 = 16,
+  kIntZ2 = 17,
+  kIntZ3 = 18,
+  kIntZ4 = 19,
+  kIntZ5 = 20,
+  kIntZ6 = 21,
+  kIntZ8 = 22,
+  kLevels = 23,
+  kE4M3 = 24,
+  kE5M2 = 25,
 };
-constexpr int kFormats = 11;
+constexpr int kFormats = 26;
 
-inline bool is_float(Format format) { return format <= Format::kBf16; }
+// Whether activations are multiplied as floats.
+inline bool is_float(Format format) {
+  return format <= Format::kBf16 || format >= Format::kLevels;
+}
+inline bool is_planar(Format format) { return format >= Format::kInt2; }
+inline bool has_zero(Format format) {
+  return format >= Format::kIntZ2 && format <= Format::kIntZ8;
+}
+
+// Each panel of a planar weight begins with it.
+struct PlanarHeader {
+  float global;  // on every scale
+  float unused[15];
+  float levels[16];  // kLevels: what the codes stand for
+};
+static_assert(sizeof(PlanarHeader) == 128);
+
+// What a span is a multiple of.
+inline int span_unit(Format format) { return is_float(format) ? 2 : 32; }
+
+inline int planar_bits(Format format) {
+  constexpr int kBits[] = {2, 3, 4, 5, 6, 8, 2, 3, 4, 5, 6, 8, 4, 8, 8};
+  return kBits[static_cast<int>(format) - static_cast<int>(Format::kInt2)];
+}
+// Bytes of 16 scales, and of their zero points if there are any: what stands before the codes of
+// each span.
+inline int64_t scale_bytes(Format format, bool half) {
+  const int64_t scales = half ? 32 : 64;
+  return has_zero(format) ? (half ? 64 : 128) : scales;
+}
+inline int64_t planar_panel_bytes(Format format, int64_t in, int64_t span, bool half) {
+  return static_cast<int64_t>(sizeof(PlanarHeader)) +
+         (in + span - 1) / span * scale_bytes(format, half) + in * 2 * planar_bits(format);
+}
+
+// A format as Python gives it: the number, and of planar ones in bit 8 whether scales are float16
+// (else float32), and above bit 16 the span, inputs that share a scale.
+struct Spec {
+  Format format;
+  bool half;
+  int64_t span;
+  explicit Spec(int64_t number)
+      : format(static_cast<Format>(number & 255)), half((number >> 8 & 1) != 0),
+        span(number >> 16) {}
+};
 
 // Weights in a block along the input, and bytes of 16 rows of it.
 inline int block_width(Format format) {
+  if (is_planar(format)) return 32;
   return is_float(format) ? 1 : format >= Format::kQ4K ? 256 : 32;
 }
-inline int64_t block_bytes(Format format) {
-  constexpr int64_t kBytes[kFormats] = {64,  32,  32,  256 + 32,       256 + 64,      320 + 32,
+inline int64_t block_bytes(Format format) {  // not of planar formats
+  constexpr int64_t kBytes[] = {64,  32,  32,  256 + 32,       256 + 64,      320 + 32,
                                         384, 544, 64 + 8 * 288, 64 + 8 * 352, 32 + 8 * 416};
   return kBytes[static_cast<int>(format)];
 }
-inline int64_t panel_bytes(Format format, int64_t in) {
-  return in / block_width(format) * block_bytes(format);
+inline int64_t panel_bytes(const Spec& spec, int64_t in) {
+  return is_planar(spec.format) ? planar_panel_bytes(spec.format, in, spec.span, spec.half)
+                                : in / block_width(spec.format) * block_bytes(spec.format);
 }
 
 struct Weight {
   Format format;
   const uint8_t* data;
   int out, in;
+  int64_t bytes;  // of a panel
+  int span;       // planar: inputs that share a scale
+  bool half;      // planar: scales are float16, else float32
 
   int panels() const { return (out + kPanel - 1) / kPanel; }
   int pairs() const { return (panels() + 1) / 2; }
-  const uint8_t* panel(int p) const { return data + p * panel_bytes(format, in); }
+  const uint8_t* panel(int p) const { return data + p * bytes; }
 };
 
 // Rows of activations [rows, in], quantised, as floats, or both: whatever the weights need.  The
@@ -90,9 +157,9 @@ struct Kernels {
   // The same of one group x [32].
   void (*prepare_group)(const float* x, const Rows& to, int row, int group);
 
-  // ya [count, 16] := rows [row, row + count) times the panel `a` of a weight of this format, and yb
-  // likewise with `b` unless that is null.  `row` begins a block, count <= kRowBlock.
-  void (*panels)(Format format, const uint8_t* a, const uint8_t* b, const Rows& x, int row,
+  // ya [count, 16] := rows [row, row + count) times the panel `a` of the weight, and yb likewise with
+  // `b` unless that is null.  `row` begins a block, count <= kRowBlock.
+  void (*panels)(const Weight& w, const uint8_t* a, const uint8_t* b, const Rows& x, int row,
                  int count, float* ya, float* yb);
 
   // y[i] := (tile[i] + bias) + residual[i] for n = 1 to 16 outputs; both may be null.
@@ -100,6 +167,29 @@ struct Kernels {
 
   // gate [n] := act(gate) * up, n a multiple of 16.
   void (*gate)(float* gate, const float* up, Activation act, int n);
+
+  // Of this thread's tiles, before and after calls of `panels` with kTileRows rows or more; null
+  // where there are no tiles.
+  void (*configure_tiles)();
+  void (*release_tiles)();
+};
+
+// While it lives, this thread may call k.panels with up to `rows` rows.  Tiles are released after
+// each piece of work: others on the thread, XLA's products among them, have tiles of their own, and
+// used ones make a switch of threads save 8 KB more.
+class TilesFor {
+ public:
+  TilesFor(const Kernels& k, int rows)
+      : release_(rows < kTileRows ? nullptr : k.release_tiles) {
+    if (release_ != nullptr) k.configure_tiles();
+  }
+  ~TilesFor() {
+    if (release_ != nullptr) release_();
+  }
+  TilesFor(const TilesFor&) = delete;
+
+ private:
+  void (*release_)();
 };
 
 // Of best_isa(), which must not be kNone.
@@ -107,5 +197,6 @@ const Kernels& kernels();
 
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
+const Kernels& kernels_amx();
 
 }  // namespace infer

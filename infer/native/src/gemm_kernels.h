@@ -69,6 +69,13 @@ struct Group {
   F32 c0, c1;  // only Q6_K: scales of the two halves
 };
 
+// What a weight's blocks are like: the same for every weight of GGUF's formats.
+#define INFER_BLOCKS(Name)                                  \
+  static constexpr int kPanelHeader = 0;                    \
+  explicit Name(const Weight&) {}                           \
+  static constexpr int groups() { return kGroups; }         \
+  static constexpr int header_bytes() { return kHeader; }
+
 // Blocks of 32: codes, then d, then maybe m, as float16 [16].
 template <int bits_, bool has_min_>
 struct Block32 {
@@ -77,6 +84,7 @@ struct Block32 {
   static constexpr int kGroups = 1, kHeader = 0;
   static constexpr int kCodeBytes = 64 * bits_;
   static constexpr int kGroupBytes = kCodeBytes + (has_min_ ? 64 : 32);
+  INFER_BLOCKS(Block32)
   struct Header {};
   static INFER_INLINE Header header(const uint8_t*) { return {}; }
   static INFER_INLINE void group(const Header&, const uint8_t* p, Group& g) {
@@ -97,6 +105,7 @@ struct BlockK {
   static constexpr int kGroups = 8, kHeader = 64;
   static constexpr int kCodeBytes = 64 * bits_;
   static constexpr int kGroupBytes = kCodeBytes + 32;
+  INFER_BLOCKS(BlockK)
   struct Header {
     F32 d, minus_dmin;
   };
@@ -117,6 +126,7 @@ struct BlockQ6K {
   static constexpr bool kHasMin = false, kHalves = true;
   static constexpr int kGroups = 8, kHeader = 32;
   static constexpr int kGroupBytes = 384 + 32;
+  INFER_BLOCKS(BlockQ6K)
   struct Header {
     F32 d;
   };
@@ -129,7 +139,79 @@ struct BlockQ6K {
   }
 };
 
+// Codes of 2 bits: bits 2v and 2v + 1 of the first 64 bytes are vector v, of the second v + 4.
+INFER_INLINE void unpack_pairs(const uint8_t* p, U8x64* codes) {
+  const U8x64 low = set1_u8(3);
+  for (int half = 0; half < 2; ++half) {
+    const U8x64 four = load_u8x64(p + 64 * half);
+    U8x64* c = codes + 4 * half;
+    c[0] = bit_and(four, low);
+    c[1] = bit_and(shift_right16<2>(four), low);
+    c[2] = bit_and(shift_right16<4>(four), low);
+    c[3] = bit_and(shift_right16<6>(four), low);
+  }
+}
+
+// And 64 bytes more, of which bit v is bit 2 of vector v's.
+INFER_INLINE void unpack_three_bits(const uint8_t* p, U8x64* codes) {
+  unpack_pairs(p, codes);
+  const U8x64 high = load_u8x64(p + 128), bit = set1_u8(4);
+  codes[0] = bit_or(codes[0], bit_and(shift_left16<2>(high), bit));
+  codes[1] = bit_or(codes[1], bit_and(shift_left16<1>(high), bit));
+  codes[2] = bit_or(codes[2], bit_and(high, bit));
+  codes[3] = bit_or(codes[3], bit_and(shift_right16<1>(high), bit));
+  codes[4] = bit_or(codes[4], bit_and(shift_right16<2>(high), bit));
+  codes[5] = bit_or(codes[5], bit_and(shift_right16<3>(high), bit));
+  codes[6] = bit_or(codes[6], bit_and(shift_right16<4>(high), bit));
+  codes[7] = bit_or(codes[7], bit_and(shift_right16<5>(high), bit));
+}
+
+// Planar integers: scales [16], zero points [16] and a gap if there are any, then the codes of a
+// span.  A weight is scale * (code - zero); the middle code counts as 0 in the integer sums, and
+// what the zero point is beside it is a minimum.
+template <int bits_, bool has_zero_>
+struct Planar {
+  static constexpr int kBits = bits_, kZero = 1 << (bits_ - 1);
+  static constexpr bool kHasMin = has_zero_, kHalves = false;
+  static constexpr int kPanelHeader = sizeof(PlanarHeader);
+  static constexpr int kGroupBytes = 64 * bits_;
+  int span, bytes;
+  bool half;
+  explicit Planar(const Weight& w)
+      : span(w.span / kGroup),
+        bytes(static_cast<int>(scale_bytes(w.format, w.half))),
+        half(w.half) {}
+  int groups() const { return span; }
+  int header_bytes() const { return bytes; }
+  struct Header {
+    F32 scale, min;
+  };
+  INFER_INLINE Header header(const uint8_t* p) const {
+    Header h;
+    h.scale = half ? load_f16(p) : load(reinterpret_cast<const float*>(p));
+    if constexpr (has_zero_) {
+      const F32 zero = to_f32(load_u8(p + (half ? 32 : 64)));
+      h.min = mul(h.scale, sub(set1(static_cast<float>(kZero)), zero));
+    }
+    return h;
+  }
+  static INFER_INLINE void group(const Header& h, const uint8_t* p, Group& g) {
+    if constexpr (bits_ == 2) unpack_pairs(p, g.codes);
+    if constexpr (bits_ == 3) unpack_three_bits(p, g.codes);
+    if constexpr (bits_ == 4) unpack_nibbles(p, g.codes);
+    if constexpr (bits_ == 5) unpack_five_bits(p, g.codes);
+    if constexpr (bits_ == 6) unpack_six_bits(p, g.codes);
+    if constexpr (bits_ == 8) unpack_bytes(p, g.codes);
+    g.scale = h.scale;
+    if constexpr (has_zero_) g.min = h.min;
+  }
+};
+
 // ---- Products ---------------------------------------------------------------------------------
+
+INFER_INLINE F32 add_halves(I32 low, I32 high, const Group& w) {
+  return fma(to_f32(high), w.c1, mul(to_f32(low), w.c0));
+}
 
 // The sum over one group of one row, as a float: an integer of at most 2^24, so exact.
 template <typename F>
@@ -138,30 +220,42 @@ INFER_INLINE F32 group_sum(const Group& w, const int8_t* q, const int32_t* minus
   if constexpr (F::kHalves) {
     const I32 low = dot<F::kBits, F::kZero, 4>(w.codes, q, minus_half[0]);
     const I32 high = dot<F::kBits, F::kZero, 4>(w.codes + 4, q + 16, minus_half[1]);
-    return fma(to_f32(high), w.c1, mul(to_f32(low), w.c0));
+    return add_halves(low, high, w);
   } else {
     return to_f32(dot<F::kBits, F::kZero, 8>(w.codes, q, F::kZero ? *minus_sum : 0));
   }
 }
 
+// One group more of one row, of the sum s.
+template <typename F>
+INFER_INLINE F32 add_scaled(F32 acc, F32 s, const Group& w, const float* d, const float* d_sum) {
+  acc = fma(mul(s, w.scale), set1(*d), acc);
+  if constexpr (F::kHasMin) acc = fma(w.min, set1(*d_sum), acc);
+  return acc;
+}
+
 // P panels times `count` rows.  A group of weights is unpacked once and meets all rows; two panels
 // share what is read of a row.  Sums are kept in y, but for a single row.
 template <typename F, int P, bool kOneRow>
-void tile(const uint8_t* const* panels, const Rows& x, int row, int count, float* const* y) {
+void tile(const Weight& weight, const uint8_t* const* panels, const Rows& x, int row, int count,
+          float* const* y) {
+  const F format(weight);
   const uint8_t* p[P];
   F32 one[P];
   for (int j = 0; j < P; ++j) {
-    p[j] = panels[j];
+    p[j] = panels[j] + F::kPanelHeader;
     one[j] = zero_f32();
     for (int m = 0; m < count; ++m) store(y[j] + kPanel * m, zero_f32());
   }
-  for (int k = 0; k < x.in / kGroup; k += F::kGroups) {
+  const int groups = x.in / kGroup;
+  for (int k = 0; k < groups; k += format.groups()) {
     typename F::Header header[P];
     for (int j = 0; j < P; ++j) {
-      header[j] = F::header(p[j]);
-      p[j] += F::kHeader;
+      header[j] = format.header(p[j]);
+      p[j] += format.header_bytes();
     }
-    for (int i = 0; i < F::kGroups; ++i) {
+    const int n = format.groups() < groups - k ? format.groups() : groups - k;
+    for (int i = 0; i < n; ++i) {
       Group w[P];
       for (int j = 0; j < P; ++j) {
         F::group(header[j], p[j], w[j]);
@@ -178,8 +272,7 @@ void tile(const uint8_t* const* panels, const Rows& x, int row, int count, float
         }
         for (int j = 0; j < P; ++j) {
           F32 acc = kOneRow ? one[j] : load(y[j] + kPanel * m);
-          acc = fma(mul(s[j], w[j].scale), set1(d[m]), acc);
-          if constexpr (F::kHasMin) acc = fma(w[j].min, set1(d_sum[m]), acc);
+          acc = add_scaled<F>(acc, s[j], w[j], d + m, d_sum + m);
           kOneRow ? void(one[j] = acc) : store(y[j] + kPanel * m, acc);
         }
       }
@@ -216,37 +309,97 @@ void tile_float(const uint8_t* p, const Rows& x, int row, float* y) {
   for (int m = 0; m < M; ++m) store(y + kPanel * m, add(even[m], odd[m]));
 }
 
+// Two columns of codes [16] each as numbers, and how far the next two are.
 template <Format format>
-void float_rows(const uint8_t* p, const Rows& x, int row, int count, float* y) {
-  for (; count >= 8; count -= 8, row += 8, y += 8 * kPanel) tile_float<format, 8>(p, x, row, y);
-  for (; count >= 2; count -= 2, row += 2, y += 2 * kPanel) tile_float<format, 2>(p, x, row, y);
-  if (count > 0) tile_float<format, 1>(p, x, row, y);
+struct Columns {
+  static constexpr int kBytes = format == Format::kLevels ? 16 : 32;
+  F32 levels;
+  explicit Columns(const PlanarHeader& header) : levels(load(header.levels)) {}
+  INFER_INLINE void load_two(const uint8_t* p, F32 scale, F32& a, F32& b) const {
+    if constexpr (format == Format::kLevels) {
+      const I32 both = load_u8(p);
+      a = lookup(levels, bit_and(both, set1_i32(15)));
+      b = lookup(levels, shift_right<4>(both));
+    } else if constexpr (format == Format::kE4M3) {
+      a = load_e4m3(p);
+      b = load_e4m3(p + 16);
+    } else {
+      a = load_e5m2(p);
+      b = load_e5m2(p + 16);
+    }
+    a = mul(a, scale);
+    b = mul(b, scale);
+  }
+};
+
+// M rows times a planar panel of numbers, as tile_float.
+template <Format format, int M>
+void tile_planar(const Weight& w, const uint8_t* p, const Rows& x, int row, float* y) {
+  const auto& header = *reinterpret_cast<const PlanarHeader*>(p);
+  const Columns<format> columns(header);
+  const F32 global = set1(header.global);
+  p += sizeof header;
+  const float* xs = x.x + static_cast<int64_t>(row) * x.in;
+  F32 even[M], odd[M];
+  for (int m = 0; m < M; ++m) even[m] = odd[m] = zero_f32();
+  for (int start = 0; start < x.in; start += w.span) {
+    const F32 scale =
+        mul(w.half ? load_f16(p) : load(reinterpret_cast<const float*>(p)), global);
+    p += w.half ? 32 : 64;
+    const int end = start + w.span < x.in ? start + w.span : x.in;
+    for (int k = start; k < end; k += 2, p += Columns<format>::kBytes) {
+      F32 w0, w1;
+      columns.load_two(p, scale, w0, w1);
+      for (int m = 0; m < M; ++m) {
+        const float* xm = xs + static_cast<int64_t>(m) * x.in + k;
+        even[m] = fma(w0, set1(xm[0]), even[m]);
+        odd[m] = fma(w1, set1(xm[1]), odd[m]);
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) store(y + kPanel * m, add(even[m], odd[m]));
 }
 
-template <Format format>
-void float_panels(const uint8_t* a, const uint8_t* b, const Rows& x, int row, int count, float* ya,
-                  float* yb) {
-  float_rows<format>(a, x, row, count, ya);
-  if (b != nullptr) float_rows<format>(b, x, row, count, yb);
-}
-
-template <typename F>
-void quant_panels(const uint8_t* a, const uint8_t* b, const Rows& x, int row, int count, float* ya,
-                  float* yb) {
-  const uint8_t* panels[2] = {a, b};
-  float* y[2] = {ya, yb};
-  if (count == 1) {  // one after the other: memory is read faster in one stream than in two
-    tile<F, 1, true>(panels, x, row, 1, y);
-    if (b != nullptr) tile<F, 1, true>(panels + 1, x, row, 1, y + 1);
-  } else if (b == nullptr) {
-    tile<F, 1, false>(panels, x, row, count, y);
+template <Format format, int M>
+INFER_INLINE void tile_of(const Weight& w, const uint8_t* p, const Rows& x, int row, float* y) {
+  if constexpr (format >= Format::kLevels) {
+    tile_planar<format, M>(w, p, x, row, y);
   } else {
-    tile<F, 2, false>(panels, x, row, count, y);
+    tile_float<format, M>(p, x, row, y);
   }
 }
 
-using Panels = void (*)(const uint8_t* a, const uint8_t* b, const Rows& x, int row, int count,
-                        float* ya, float* yb);
+template <Format format>
+void float_rows(const Weight& w, const uint8_t* p, const Rows& x, int row, int count, float* y) {
+  for (; count >= 8; count -= 8, row += 8, y += 8 * kPanel) tile_of<format, 8>(w, p, x, row, y);
+  for (; count >= 2; count -= 2, row += 2, y += 2 * kPanel) tile_of<format, 2>(w, p, x, row, y);
+  if (count > 0) tile_of<format, 1>(w, p, x, row, y);
+}
+
+template <Format format>
+void float_panels(const Weight& w, const uint8_t* a, const uint8_t* b, const Rows& x, int row,
+                  int count, float* ya, float* yb) {
+  float_rows<format>(w, a, x, row, count, ya);
+  if (b != nullptr) float_rows<format>(w, b, x, row, count, yb);
+}
+
+template <typename F>
+void quant_panels(const Weight& w, const uint8_t* a, const uint8_t* b, const Rows& x, int row,
+                  int count, float* ya, float* yb) {
+  const uint8_t* panels[2] = {a, b};
+  float* y[2] = {ya, yb};
+  if (count == 1) {  // one after the other: memory is read faster in one stream than in two
+    tile<F, 1, true>(w, panels, x, row, 1, y);
+    if (b != nullptr) tile<F, 1, true>(w, panels + 1, x, row, 1, y + 1);
+  } else if (b == nullptr) {
+    tile<F, 1, false>(w, panels, x, row, count, y);
+  } else {
+    tile<F, 2, false>(w, panels, x, row, count, y);
+  }
+}
+
+using Panels = void (*)(const Weight& w, const uint8_t* a, const uint8_t* b, const Rows& x, int row,
+                        int count, float* ya, float* yb);
 constexpr Panels kPanels[kFormats] = {
     float_panels<Format::kF32>,
     float_panels<Format::kF16>,
@@ -259,11 +412,26 @@ constexpr Panels kPanels[kFormats] = {
     quant_panels<BlockK<4>>,
     quant_panels<BlockK<5>>,
     quant_panels<BlockQ6K>,
+    quant_panels<Planar<2, false>>,
+    quant_panels<Planar<3, false>>,
+    quant_panels<Planar<4, false>>,
+    quant_panels<Planar<5, false>>,
+    quant_panels<Planar<6, false>>,
+    quant_panels<Planar<8, false>>,
+    quant_panels<Planar<2, true>>,
+    quant_panels<Planar<3, true>>,
+    quant_panels<Planar<4, true>>,
+    quant_panels<Planar<5, true>>,
+    quant_panels<Planar<6, true>>,
+    quant_panels<Planar<8, true>>,
+    float_panels<Format::kLevels>,
+    float_panels<Format::kE4M3>,
+    float_panels<Format::kE5M2>,
 };
 
-void panels(Format format, const uint8_t* a, const uint8_t* b, const Rows& x, int row, int count,
+void panels(const Weight& w, const uint8_t* a, const uint8_t* b, const Rows& x, int row, int count,
             float* ya, float* yb) {
-  kPanels[static_cast<int>(format)](a, b, x, row, count, ya, yb);
+  kPanels[static_cast<int>(w.format)](w, a, b, x, row, count, ya, yb);
 }
 
 // ---- Around the products ------------------------------------------------------------------------
@@ -358,6 +526,6 @@ void gate(float* gates, const float* up, Activation act, int n) {
   }
 }
 
-inline constexpr Kernels kKernels{prepare, prepare_group, panels, finish, gate};
+inline constexpr Kernels kKernels{prepare, prepare_group, panels, finish, gate, nullptr, nullptr};
 
 }  // namespace infer::INFER_ISA

@@ -18,7 +18,7 @@ namespace {
 
 struct Choice {
   Isa isa = Isa::kNone;
-  char error[160] = "";
+  char error[320] = "";
 };
 
 bool has_f16c() {  // clang 16 has no builtin for it
@@ -43,9 +43,16 @@ Isa isa_of_cpu() {
 
 Choice choose() {
   Choice choice;
-  const Isa cpu = isa_of_cpu();
+  Isa cpu = isa_of_cpu();
   const char* asked = std::getenv("INFER_NATIVE_ISA");
-  if (asked == nullptr || *asked == '\0') {
+  const bool any = asked == nullptr || *asked == '\0';
+  const char* no_amx = "";
+  // Not for those who chose a lesser set: nothing is asked of Linux for them.
+  if (cpu == Isa::kAvx512Vnni && (any || std::strcmp(asked, isa_name(Isa::kAmx)) == 0)) {
+    no_amx = amx_error();
+    if (*no_amx == '\0') cpu = Isa::kAmx;
+  }
+  if (any) {
     choice.isa = cpu;
     if (cpu == Isa::kNone) {
       std::snprintf(choice.error, sizeof choice.error,
@@ -53,19 +60,20 @@ Choice choose() {
     }
     return choice;
   }
-  for (Isa isa : {Isa::kAvx2, Isa::kAvx512Vnni}) {
+  for (Isa isa : {Isa::kAvx2, Isa::kAvx512Vnni, Isa::kAmx}) {
     if (std::strcmp(asked, isa_name(isa)) != 0) continue;
     if (isa <= cpu) {
       choice.isa = isa;
     } else {
       std::snprintf(choice.error, sizeof choice.error,
-                    "INFER_NATIVE_ISA is %s, and the best set here is %s; unset it", asked,
-                    isa_name(cpu));
+                    "INFER_NATIVE_ISA is %s, and the best set here is %s%s%s; unset it", asked,
+                    isa_name(cpu), *no_amx != '\0' ? ": " : "", no_amx);
     }
     return choice;
   }
   std::snprintf(choice.error, sizeof choice.error,
-                "INFER_NATIVE_ISA is '%.40s'; it can be avx2 or avx512", asked);
+                "INFER_NATIVE_ISA is '%.40s'; it can be avx2, avx512 or %s", asked,
+                isa_name(Isa::kAmx));
   return choice;
 }
 
@@ -86,6 +94,12 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::kAvx512Vnni:
       return "avx512";
+    case Isa::kAmx:
+#ifdef INFER_EMULATE_TILES
+      return "amx-emulated";
+#else
+      return "amx";
+#endif
     case Isa::kNone:
       break;
   }

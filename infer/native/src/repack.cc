@@ -96,7 +96,7 @@ void unpack(const uint8_t* p, Block& b) {
 
 // Bytes of one row's block in a GGUF file.
 constexpr int source_bytes(Format format) {
-  constexpr int kBytes[kFormats] = {4, 2, 2, 18, 20, 22, 24, 34, 144, 176, 210};
+  constexpr int kBytes[] = {4, 2, 2, 18, 20, 22, 24, 34, 144, 176, 210};
   return kBytes[static_cast<int>(format)];
 }
 
@@ -111,6 +111,20 @@ constexpr int bits_of(Format format) {
 template <int bits>
 void put_codes(const uint8_t* codes, int row, uint8_t* to) {
   uint8_t* lane = to + 4 * row;
+  if constexpr (bits < 4) {
+    uint32_t high = 0;
+    for (int v = 0; v < 8; ++v) {
+      uint32_t four, pairs;
+      std::memcpy(&four, codes + 4 * v, 4);
+      uint8_t* at = lane + 64 * (v / 4);
+      std::memcpy(&pairs, at, 4);
+      pairs = v % 4 == 0 ? four & 0x03030303 : pairs | (four & 0x03030303) << 2 * (v % 4);
+      std::memcpy(at, &pairs, 4);
+      high |= (four >> 2 & 0x01010101) << v;
+    }
+    if constexpr (bits == 3) std::memcpy(lane + 128, &high, 4);
+    return;
+  }
   for (int v = 0; v < (bits == 8 ? 8 : 4); ++v) {
     uint32_t four, upper;
     std::memcpy(&four, codes + 4 * v, 4);
@@ -187,30 +201,99 @@ void transpose(const uint8_t* from, int64_t row_bytes, int rows, int in, uint8_t
 }
 
 using Repack = void (*)(const uint8_t*, int64_t, int, int, uint8_t*);
-constexpr Repack kRepack[kFormats] = {
+constexpr Repack kRepack[] = {
     transpose<uint32_t>,           transpose<uint16_t>,           transpose<uint16_t>,
     repack_blocks<Format::kQ4_0>,  repack_blocks<Format::kQ4_1>,  repack_blocks<Format::kQ5_0>,
     repack_blocks<Format::kQ5_1>,  repack_blocks<Format::kQ8_0>,  repack_blocks<Format::kQ4K>,
     repack_blocks<Format::kQ5K>,   repack_blocks<Format::kQ6K>,
 };
 
+using PutCodes = void (*)(const uint8_t*, int, uint8_t*);
+PutCodes put_codes_of(int bits) {
+  switch (bits) {
+    case 2: return put_codes<2>;
+    case 3: return put_codes<3>;
+    case 4: return put_codes<4>;
+    case 5: return put_codes<5>;
+    case 6: return put_codes<6>;
+    default: return put_codes<8>;
+  }
+}
+
+// Planar parts of a weight, each row by row.
+struct Parts {
+  const uint8_t* codes;   // [out, in], a byte each
+  const uint8_t* scales;  // [out, spans], float16 or float32
+  const uint8_t* zeros;   // [out, spans], or null
+};
+
+// 16 rows from `first` on, or what there are, into one panel, which is zero before.
+void repack_planar(const Spec& spec, const Parts& from, int64_t first, int rows, int in,
+                   uint8_t* panel) {
+  const int size = spec.half ? 2 : 4, bits = planar_bits(spec.format);
+  const int spans = static_cast<int>((in + spec.span - 1) / spec.span);
+  const bool numbers = is_float(spec.format);
+  const PutCodes put = put_codes_of(bits);
+  uint8_t* p = panel + sizeof(PlanarHeader);
+  for (int i = 0; i < spans; ++i) {
+    const int start = static_cast<int>(i * spec.span);
+    const int end = start + spec.span < in ? static_cast<int>(start + spec.span) : in;
+    uint8_t* codes = p + scale_bytes(spec.format, spec.half);
+    for (int r = 0; r < rows; ++r) {
+      const int64_t at = (first + r) * spans + i;
+      std::memcpy(p + size * r, from.scales + size * at, size);
+      if (from.zeros != nullptr) p[size * kPanel + r] = from.zeros[at];
+      const uint8_t* row = from.codes + (first + r) * in + start;
+      if (spec.format == Format::kLevels) {
+        for (int k = 0; k < end - start; k += 2) codes[8 * k + r] = row[k] | row[k + 1] << 4;
+      } else if (numbers) {
+        for (int k = 0; k < end - start; ++k) codes[kPanel * k + r] = row[k];
+      } else {
+        for (int k = 0; k < end - start; k += kGroup) put(row + k, r, codes + 2 * bits * k);
+      }
+    }
+    p = codes + 2 * bits * static_cast<int64_t>(end - start);
+  }
+}
+
 }  // namespace
 }  // namespace infer
 
 // Bytes of a packed weight [out, in]: repack.py asks, so that the layout is written once.
-extern "C" INFER_EXPORT int64_t infer_native_panel_bytes(int format, int64_t in) {
-  return infer::panel_bytes(static_cast<infer::Format>(format), in);
+extern "C" INFER_EXPORT int64_t infer_native_panel_bytes(int64_t spec, int64_t in) {
+  return infer::panel_bytes(infer::Spec(spec), in);
 }
 
 // `to` is zeroed, [panels, panel_bytes]; the caller has checked everything.
 extern "C" INFER_EXPORT void infer_native_repack(int format, const uint8_t* from, int64_t row_bytes,
                                                  int out, int in, uint8_t* to) {
   using namespace infer;
-  const int64_t bytes = panel_bytes(static_cast<Format>(format), in);
+  const int64_t bytes = panel_bytes(Spec(format), in);
   parallel_for((out + kPanel - 1) / kPanel, [&](int begin, int end) {
     for (int64_t p = begin; p < end; ++p) {
       const int rows = out - p * kPanel < kPanel ? static_cast<int>(out - p * kPanel) : kPanel;
       kRepack[format](from + p * kPanel * row_bytes, row_bytes, rows, in, to + p * bytes);
+    }
+  });
+}
+
+// Likewise of planar parts (Parts above): `global` on every scale, `levels` [16] or null.
+extern "C" INFER_EXPORT void infer_native_repack_planar(int64_t number, const uint8_t* codes,
+                                                        const uint8_t* scales,
+                                                        const uint8_t* zeros, float global,
+                                                        const float* levels, int out, int in,
+                                                        uint8_t* to) {
+  using namespace infer;
+  const Spec spec(number);
+  const int64_t bytes = panel_bytes(spec, in);
+  PlanarHeader header{};
+  header.global = global;
+  if (levels != nullptr) std::memcpy(header.levels, levels, sizeof header.levels);
+  parallel_for((out + kPanel - 1) / kPanel, [&](int begin, int end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const int rows = out - p * kPanel < kPanel ? static_cast<int>(out - p * kPanel) : kPanel;
+      std::memcpy(to + p * bytes, &header, sizeof header);
+      repack_planar(spec, {codes, scales, zeros}, p * kPanel, rows, in, to + p * bytes);
     }
   });
 }

@@ -177,14 +177,17 @@ ffi::Error sample(ffi::AnyBuffer x, ffi::AnyBuffer temperature, ffi::AnyBuffer t
     return invalid("the keys are %s; they must be uint32 [%d, 2]", shape_text(key).c_str(), rows);
   }
   const float* const temperatures = temperature.typed_data<float>();
+  std::vector<Draw> draws(rows);
   auto random = [&](int row) { return temperatures[row] >= greedy_below; };
+  auto draws_one = [&](int row) { return random(row) && std::isfinite(draws[row].top); };
   // The best of each segment: of its logits, then of its scores.
   std::vector<Best> parts(static_cast<size_t>(rows) * segments);
   auto best_of = [&](int row) {
     const Best* part = &parts[static_cast<size_t>(row) * segments];
     Best best = part[0];
     for (int i = 1; i < segments; ++i) {
-      if (part[i].score > best.score) best = part[i];
+      // The first NaN is the best.
+      if (!std::isnan(best.score) && !(part[i].score <= best.score)) best = part[i];
     }
     return best;
   };
@@ -194,34 +197,33 @@ ffi::Error sample(ffi::AnyBuffer x, ffi::AnyBuffer temperature, ffi::AnyBuffer t
     if (best.id >= 0) best.id += first;
     parts[static_cast<size_t>(row) * segments + segment] = best;
   });
-  std::vector<Draw> draws(rows);
   int32_t* const tokens = token->typed_data<int32_t>();
   bool any = false;
   for (int row = 0; row < rows; ++row) {
     const Best best = best_of(row);
     const uint32_t* words = key.typed_data<uint32_t>() + 2 * row;
-    tokens[row] = std::max(best.id, 0);
+    tokens[row] = random(row) && !std::isfinite(best.score) ? 0 : std::max(best.id, 0);
     draws[row] = {best.score, temperatures[row], floor.typed_data<float>()[row], 0, 0,
                   {words[0], words[1]}};
-    any = any || random(row);
+    any = any || draws_one(row);
   }
   if (!any) return ffi::Error::Success();
 
   parallel_for(rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
-      if (!random(row)) continue;
+      if (!draws_one(row)) continue;
       find_edge(logits, row, top_k.typed_data<int32_t>()[row], top_p.typed_data<float>()[row],
                 draws[row]);
     }
   });
   for_segments(logits, [&](int row, int segment) {
-    if (!random(row)) return;
+    if (!draws_one(row)) return;
     const int first = segment * kLogitSegment;
     parts[static_cast<size_t>(row) * segments + segment] =
         sampling().draw(logits.row(row) + first, logits.size(segment), first, draws[row]);
   });
   for (int row = 0; row < rows; ++row) {
-    if (!random(row)) continue;
+    if (!draws_one(row)) continue;
     const Best best = best_of(row);
     if (best.id >= 0) tokens[row] = best.id;
   }

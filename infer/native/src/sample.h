@@ -4,6 +4,9 @@
 //     kept: s_v above the edge of top_k and top_p, ties up to the id `last`, and s_v >= floor
 //     token = argmax over the kept v of s_v + gumbel_v
 //
+// A NaN counts as the largest logit.  Where the largest is no finite number nothing is kept, and the
+// token of a draw is 0; a greedy row's is the first id of the largest, or 0 if all are -inf.
+//
 // What the plain forms are: infer/sampling/draw.py.
 #pragma once
 
@@ -21,7 +24,7 @@ struct LogitSum {
 
 struct Best {
   float score;
-  int32_t id;  // the lowest of the best, -1 if all scores are -inf or NaN
+  int32_t id;  // the lowest of the best, -1 if all scores are -inf
 };
 
 // What a row draws with.
@@ -45,6 +48,8 @@ struct Bins {
 
 struct SampleKernels {
   LogitSum (*sum)(const float* x, int n);
+
+  // The largest of x [n]; the first NaN if there is one.
   Best (*top)(const float* x, int n);
 
   // Count the s of x [n] into `bins`.

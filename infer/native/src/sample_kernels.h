@@ -40,9 +40,10 @@ LogitSum sum(const float* x, int n) {
 Best top(const float* x, int n) {
   Best best{-__builtin_inff(), -1};
   for_vectors(x, n, [&](F32 v, int i, int) {
-    if (mask_gt(v, set1(best.score)) == 0) return;
+    // Not "not more than", which is false for NaN.
+    if (mask_ge(set1(best.score), v) == 0xffff) return;
     for (int j = 0; j < kLanes && i + j < n; ++j) {
-      if (x[i + j] > best.score) best = {x[i + j], i + j};
+      if (best.score == best.score && !(x[i + j] <= best.score)) best = {x[i + j], i + j};
     }
   });
   return best;

@@ -24,6 +24,7 @@ constexpr auto kSpin = std::chrono::microseconds(20);
 // A thread's share in pieces: more than one, so that a thread that starts late or is interrupted
 // holds up the others by less.
 constexpr int kPiecesPerThread = 4;
+constexpr int kMostThreads = 1024;
 
 int usable_cores() {
   cpu_set_t set;
@@ -31,12 +32,14 @@ int usable_cores() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
+// What is no number from 1 to kMostThreads is refused in Python (infer/native/__init__.py); here it
+// counts as not set.
 int threads_from_environment() {
-  if (const char* text = std::getenv("INFER_NUM_THREADS")) {
-    const long n = std::strtol(text, nullptr, 10);
-    if (n >= 1) return static_cast<int>(std::min(n, 1024L));
-  }
-  return usable_cores();
+  const char* text = std::getenv("INFER_NUM_THREADS");
+  if (text == nullptr) return usable_cores();
+  int n = 0;
+  for (; '0' <= *text && *text <= '9' && n <= kMostThreads; ++text) n = 10 * n + (*text - '0');
+  return *text == '\0' && 1 <= n && n <= kMostThreads ? n : usable_cores();
 }
 
 // One job at a time.  `state_` is the job's number above the count of its unclaimed pieces, so that

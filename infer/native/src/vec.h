@@ -59,6 +59,20 @@ INFER_INLINE I32 round_i32(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
 INFER_INLINE F32 load_f16(const void* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
 }
+// 8-bit floats by way of float16, which holds all of them (E4M3 over 256) and is never flushed.
+INFER_INLINE F32 load_e4m3(const void* p) {
+  const __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  const __m256i h =
+      _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x80)), 8),
+                      _mm256_slli_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x7f)), 7));
+  return mul(F32{_mm512_cvtph_ps(h)}, set1(256.0f));
+}
+INFER_INLINE F32 load_e5m2(const void* p) {
+  const __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  return {_mm512_cvtph_ps(_mm256_slli_epi16(w, 8))};
+}
+// table[i], i from 0 to 15.
+INFER_INLINE F32 lookup(F32 table, I32 i) { return {_mm512_permutexvar_ps(i.v, table.v)}; }
 INFER_INLINE I32 load_u16(const void* p) {
   return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
 }
@@ -106,6 +120,7 @@ INFER_INLINE F32 select_gt(F32 a, F32 b, F32 yes, F32 no) {
 INFER_INLINE U8x64 load_u8x64(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 INFER_INLINE U8x64 bit_and(U8x64 a, U8x64 b) { return {_mm512_and_si512(a.v, b.v)}; }
 INFER_INLINE U8x64 bit_or(U8x64 a, U8x64 b) { return {_mm512_or_si512(a.v, b.v)}; }
+INFER_INLINE U8x64 sub(U8x64 a, U8x64 b) { return {_mm512_sub_epi8(a.v, b.v)}; }
 INFER_INLINE U8x64 set1_u8(uint8_t x) {
   return {_mm512_set1_epi8(static_cast<char>(x))};
 }
@@ -189,6 +204,27 @@ INFER_INLINE F32 load_f16(const void* p) {
   const __m128i* q = static_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
+INFER_INLINE F32 halves_to_f32(__m256i h) {
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+}
+INFER_INLINE F32 load_e4m3(const void* p) {
+  const __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  const __m256i h =
+      _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x80)), 8),
+                      _mm256_slli_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x7f)), 7));
+  return mul(halves_to_f32(h), set1(256.0f));
+}
+INFER_INLINE F32 load_e5m2(const void* p) {
+  const __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  return halves_to_f32(_mm256_slli_epi16(w, 8));
+}
+INFER_INLINE __m256 lookup8(F32 table, __m256i i) {
+  const __m256 low = _mm256_permutevar8x32_ps(table.a, i);
+  const __m256 high = _mm256_permutevar8x32_ps(table.b, i);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+}
+INFER_INLINE F32 lookup(F32 table, I32 i) { return {lookup8(table, i.a), lookup8(table, i.b)}; }
 INFER_INLINE I32 load_u16(const void* p) {
   const __m128i* q = static_cast<const __m128i*>(p);
   return {_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};

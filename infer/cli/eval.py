@@ -1,0 +1,382 @@
+"""`infer eval`: perplexity, divergence, comparison and tasks."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from infer.cli.eval_report import (
+    compare_lines,
+    divergence_lines,
+    perplexity_lines,
+    task_lines,
+)
+from infer.cli.interrupt import interruptible
+from infer.cli.loading import load_model, use_compilation_cache
+from infer.progress import counting_bar
+
+app = typer.Typer(
+    help="Measure quality: of one model, or of two beside each other.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="M", help="A known name, a GGUF file, a folder, or a hub id.")
+]
+OtherArgument = Annotated[str, typer.Argument(metavar="M2", help="The other model.")]
+TextOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--text",
+        help="A file in UTF-8, or a built-in text: en, te, ja, ru, python-stdlib; may be given "
+        "several times [default: en].",
+    ),
+]
+ContextOption = Annotated[int, typer.Option(help="Tokens of a window.")]
+WindowsOption = Annotated[
+    int | None, typer.Option(help="The first ones of each text, at most [default: all].")
+]
+ScoredOption = Annotated[
+    str, typer.Option(help="second_half of each window, as llama.cpp does, or all of it.")
+]
+SeedOption = Annotated[int, typer.Option(help="Of the bootstrap, or of what a task draws.")]
+OverlapOption = Annotated[
+    bool, typer.Option("--allow-overlap", help="Evaluate on text that calibrated a model, too.")
+]
+ControlOption = Annotated[
+    bool,
+    typer.Option("--control", help="Also run each model against itself: ratio 1, KL 0, exactly."),
+]
+DtypeOption = Annotated[str | None, typer.Option(help="As in `infer generate`.")]
+PackedOption = Annotated[
+    bool | None, typer.Option("--packed/--no-packed", help="As in `infer generate`.")
+]
+Packed2Option = Annotated[
+    bool | None, typer.Option("--packed2/--no-packed2", help="Of M2 [default: as --packed].")
+]
+KvOption = Annotated[
+    str | None,
+    typer.Option(help="Of the cache: float32, bfloat16, float16 [default: activations']."),
+]
+Kv2Option = Annotated[str | None, typer.Option(help="Of M2's cache [default: as --kv-dtype].")]
+ImplementationOption = Annotated[str | None, typer.Option(help="As in `infer generate`.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def perplexity(
+    model: ModelArgument,
+    text: TextOption = None,
+    context: ContextOption = 512,
+    windows: WindowsOption = None,
+    scored: ScoredOption = "second_half",
+    seed: SeedOption = 0,
+    allow_overlap: OverlapOption = False,
+    dtype: DtypeOption = None,
+    packed: PackedOption = None,
+    kv_dtype: KvOption = None,
+    implementation: ImplementationOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the perplexity of texts under a model, with 95% intervals."""
+    texts = read_texts(text)
+    options = _options(context, windows, scored, seed, allow_overlap, implementation)
+    options["kv_dtype"] = kv_dtype
+    (loaded,) = _load([(model, packed)], dtype, implementation)
+    from infer import eval as measures
+
+    found = _run(lambda progress: measures.perplexity(loaded, texts, **options, progress=progress))
+    _print({"measure": "perplexity", "model": model, **found.to_json()}, as_json, perplexity_lines)
+
+
+@app.command()
+def divergence(
+    model: Annotated[str, typer.Argument(metavar="M", help="The base: what M2 is meant to be.")],
+    other: OtherArgument,
+    text: TextOption = None,
+    context: ContextOption = 512,
+    windows: WindowsOption = None,
+    scored: ScoredOption = "second_half",
+    seed: SeedOption = 0,
+    allow_overlap: OverlapOption = False,
+    control: ControlOption = False,
+    dtype: DtypeOption = None,
+    packed: PackedOption = None,
+    packed2: Packed2Option = None,
+    kv_dtype: KvOption = None,
+    kv_dtype2: Kv2Option = None,
+    implementation: ImplementationOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Print how far M2 is from M: KL divergence, agreement of the likeliest token, perplexity
+    ratio.
+    """
+    texts = read_texts(text)
+    options = _options(context, windows, scored, seed, allow_overlap, implementation)
+    options["kv_dtype"] = (kv_dtype, kv_dtype2 or kv_dtype)
+    named = [(model, packed), (other, packed if packed2 is None else packed2)]
+    loaded = _load(named, dtype, implementation)
+    pair = loaded[0], loaded[1]
+    from infer import eval as measures
+
+    found = _run(lambda progress: measures.divergence(*pair, texts, **options, progress=progress))
+    report = {"measure": "divergence", "base": model, "model": other, **found.to_json()}
+    code = _controlled(report, loaded, texts, options) if control else 0
+    _print(report, as_json, divergence_lines)
+    return code
+
+
+@app.command()
+def compare(
+    model: ModelArgument,
+    other: OtherArgument,
+    base: Annotated[
+        str | None, typer.Option(help="What both are meant to be; compares divergences from it.")
+    ] = None,
+    text: TextOption = None,
+    context: ContextOption = 512,
+    windows: WindowsOption = None,
+    scored: ScoredOption = "second_half",
+    seed: SeedOption = 0,
+    allow_overlap: OverlapOption = False,
+    control: ControlOption = False,
+    dtype: DtypeOption = None,
+    packed: PackedOption = None,
+    packed2: Packed2Option = None,
+    kv_dtype: KvOption = None,
+    kv_dtype2: Kv2Option = None,
+    implementation: ImplementationOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Say whether M2 is better than M on these texts, by a bootstrap paired by window."""
+    texts = read_texts(text)
+    options = _options(context, windows, scored, seed, allow_overlap, implementation)
+    options["kv_dtype"] = (kv_dtype, kv_dtype2 or kv_dtype)
+    if base is not None:
+        options["kv_dtype"] += (kv_dtype,)
+    named = [(model, packed), (other, packed if packed2 is None else packed2)]
+    if base is not None:
+        named.append((base, packed))
+    loaded = _load(named, dtype, implementation)
+    from infer import eval as measures
+
+    pair, reference = (loaded[0], loaded[1]), loaded[2] if base is not None else None
+    found = _run(
+        lambda progress: measures.compare(
+            *pair, texts, base=reference, **options, progress=progress
+        )
+    )
+    report = {"measure": "compare", "a": model, "b": other, "base": base, **found.to_json()}
+    code = _controlled(report, loaded, texts, options) if control else 0
+    _print(report, as_json, compare_lines)
+    return code
+
+
+@app.command()
+def tasks(
+    model: ModelArgument,
+    other: Annotated[
+        str | None, typer.Argument(metavar="[M2]", help="Answers the same items.")
+    ] = None,
+    *,
+    task: Annotated[str, typer.Option(help="needle, arithmetic, or a JSON lines file.")],
+    items: Annotated[
+        int | None,
+        typer.Option(help="Of arithmetic in all, of needle for each depth [default: 100, 20]."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a needle's prompt [default: 512].")
+    ] = None,
+    depths: Annotated[
+        str | None,
+        typer.Option(help="Of the needle, 0 to 1, by commas [default: 0,0.25,0.5,0.75,1]."),
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="Around the needle: a file or a built-in text [default: en].")
+    ] = None,
+    digits: Annotated[
+        int | None, typer.Option(help="Of arithmetic's summands [default: 2].")
+    ] = None,
+    shots: Annotated[int | None, typer.Option(help="Worked examples [default: 4].")] = None,
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="Log-likelihood of a choice over its bytes.")
+    ] = False,
+    seed: SeedOption = 0,
+    dtype: DtypeOption = None,
+    packed: PackedOption = None,
+    packed2: Packed2Option = None,
+    implementation: ImplementationOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print how many items of a task a model gets right; of two, whether they differ (McNemar)."""
+    given = {
+        "--items": items,
+        "--context": context,
+        "--depths": depths,
+        "--text": text,
+        "--digits": digits,
+        "--shots": shots,
+        "--normalize": normalize or None,
+    }
+    belong = {
+        "needle": ("--items", "--context", "--depths", "--text"),
+        "arithmetic": ("--items", "--digits", "--shots"),
+    }.get(task, ("--normalize",))
+    for name, value in given.items():
+        if value is not None and name not in belong:
+            raise ValueError(f"{name} does not go with --task {task}, which takes {_list(belong)}")
+    make = _items_of(task, given, seed)
+    named = [(model, packed)]
+    if other is not None:
+        named.append((other, packed if packed2 is None else packed2))
+    loaded = _load(named, dtype, implementation)
+    from infer.eval.tasks import run_task
+
+    todo = make(loaded[0].tokenizer)
+    found = _run(
+        lambda progress: run_task(
+            task,
+            todo,
+            loaded,
+            normalize=normalize,
+            implementation=implementation,
+            progress=progress,
+        ),
+        "items",
+    )
+    names = {"model": model} | ({} if other is None else {"other": other})
+    _print({"measure": "tasks", **names, **found.to_json()}, as_json, task_lines)
+
+
+def _items_of(task: str, given: dict[str, Any], seed: int) -> Callable[[Any], Any]:
+    """Return what makes a task's items from a tokenizer; a bad file is told at once."""
+    from infer.eval import generated_tasks
+    from infer.eval.tasks import read_items
+    from infer.eval.texts import read_text
+
+    if task == "needle":
+        filler = read_text(given["--text"] or "en")
+        depths = depths_of(given["--depths"])
+        count, context = given["--items"], given["--context"] or 512
+        return lambda tokenizer: generated_tasks.needle(
+            filler,
+            tokenizer,
+            context=context,
+            depths=depths,
+            count=20 if count is None else count,
+            seed=seed,
+        )
+    if task == "arithmetic":
+        defaults = {"count": 100, "digits": 2, "shots": 4}
+        asked = (given["--items"], given["--digits"], given["--shots"])
+        chosen = {k: d if x is None else x for (k, d), x in zip(defaults.items(), asked)}  # noqa: B905
+        items = generated_tasks.arithmetic(**chosen, seed=seed)
+        return lambda _: items
+    if not Path(task).is_file():
+        raise ValueError(f"--task is {task!r}: neither needle nor arithmetic nor a file")
+    items = read_items(Path(task))
+    return lambda _: items
+
+
+def depths_of(text: str | None) -> tuple[float, ...]:
+    """Return the numbers of `--depths`.
+
+    Raises:
+        ValueError: one is no number from 0 to 1.
+    """
+    from infer.eval.generated_tasks import DEPTHS
+
+    if text is None:
+        return DEPTHS
+    try:
+        depths = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        depths = ()
+    if not depths or not all(0 <= d <= 1 for d in depths):
+        raise ValueError(f"--depths is {text!r}; give numbers from 0 to 1, such as 0,0.5,1")
+    return depths
+
+
+def read_texts(names: list[str] | None) -> dict[str, str]:
+    """Return the texts of `--text` by name.
+
+    Raises:
+        ValueError: one is given twice, or is no text.
+    """
+    from infer.eval.texts import read_text
+
+    names = names or ["en"]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--text is {_list(names)}; give each text once")
+    return {name: read_text(name) for name in names}
+
+
+def _options(
+    context: int,
+    windows: int | None,
+    scored: str,
+    seed: int,
+    allow_overlap: bool,
+    implementation: str | None,
+) -> dict[str, Any]:
+    return {
+        "context": context,
+        "windows": windows,
+        "scored": scored,
+        "seed": seed,
+        "allow_overlap": allow_overlap,
+        "implementation": implementation,
+    }
+
+
+def _load(
+    named: list[tuple[str, bool | None]], dtype: str | None, implementation: str | None
+) -> list[Any]:
+    """Return the loaded models; one that is named twice is loaded once."""
+    use_compilation_cache()
+    found: dict[tuple[str, bool | None], Any] = {}
+    for name, packed in named:
+        if (name, packed) not in found:
+            found[name, packed] = load_model(name, dtype, packed, implementation)[0]
+    return [found[each] for each in named]
+
+
+def _run(call: Callable[[Any], Any], what: str = "windows") -> Any:
+    """Return what `call` does with a bar on a terminal; the total comes with the first report."""
+    with contextlib.ExitStack() as stack:
+        bars: list[Any] = []
+
+        def report(done: int, total: int) -> None:
+            if not bars:
+                bars.append(stack.enter_context(counting_bar(what, total)))
+            if bars[0] is not None:
+                bars[0](done)
+
+        return interruptible(lambda: call(report))
+
+
+def _controlled(report: dict[str, Any], loaded: list[Any], texts: Any, options: Any) -> int:
+    """Add the identity control of each model; return 1 if one is not exact."""
+    from infer import eval as measures
+
+    different = list({id(model): model for model in loaded}.values())
+    options = options | {"kv_dtype": None}
+    found = [measures.control(model, texts, **options) for model in different]
+    report["controls"] = [x.to_json() for x in found]
+    return 0 if all(x.exact for x in found) else 1
+
+
+def _print(
+    report: dict[str, Any], as_json: bool, lines: Callable[[dict[str, Any]], list[str]]
+) -> None:
+    print(json.dumps(report, allow_nan=False) if as_json else "\n".join(lines(report)))
+
+
+def _list(names: Any) -> str:
+    return ", ".join(names)

@@ -1,0 +1,216 @@
+"""The gated MLPs of a mixture of experts.
+
+    y = sum over a token's k experts e, in their order, of
+        weight_e * ((act(x @ gate_e.T) * (x @ up_e.T)) @ down_e.T)
+
+Source: Shazeer et al. 2017, arXiv 1701.06538, with the gated MLP of arXiv 2002.05202.
+
+The plain form sorts the T * k pairs of token and expert by expert and cuts each expert's rows into
+blocks of one static size, as Gale et al. 2022, arXiv 2211.15841, do; a scan over blocks decodes the
+weights of one expert at a time.  With r = T * k pairs, n = min(E, r) and blocks of c rows there are
+at most (r + n (c - 1)) / c of them, and those that stay empty are skipped: at most r + n (c - 1)
+rows are multiplied, not T * E.  (`jax.lax.ragged_dot`, on a CPU, multiplies T * E.)
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int, Int32
+
+from infer.native.repack import Packed
+from infer.ops import choice
+from infer.ops.activation import activate
+from infer.ops.linear import only_native
+from infer.quant.qarray import QArray, dequantize
+
+# Rows of a block: with more, a last block would be mostly padding.
+_MOST_ROWS = 128
+
+
+def expert_mlp(
+    x: Float[Array, "T D"],
+    expert_ids: Int32[Array, "T k"],
+    expert_weights: Float[Array, "T k"],
+    gate: Array | QArray | Packed,
+    up: Array | QArray | Packed,
+    down: Array | QArray | Packed,
+    *,
+    activation: str,
+    residual: Float[Array, "T D"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "T D"]:
+    """Return the weighted sum of each token's experts (+ residual): products in x's dtype, all sums
+    in float32, one cast to x's dtype.
+
+    Args:
+        x: activations.
+        expert_ids: the experts of each token, 0 to E - 1, each at most once (`route`).  The id E is
+            no expert: it adds nothing, whatever its weight, for tokens that are only padding.  A
+            token with any other id gives NaN.
+        expert_weights: what each expert's result is multiplied with, in float32.
+        gate: [E, F, D], a float array, a QArray or packed for the CPU's native operations; the
+            others are of the same kind, maybe of another format.
+        up: [E, F, D].
+        down: [E, D, F].
+        activation: "silu", "gelu_tanh" or "gelu"; the last is not there for packed weights.
+        residual: added after the sum.
+        implementation: see `infer.ops.choice`.
+
+    Raises:
+        ValueError: shapes do not fit.
+        NotImplementedError: the forced implementation cannot do this.
+    """
+    _check(x, expert_ids, expert_weights, gate, up, down, residual)
+    weights = (gate, up, down)
+    if any(isinstance(w, Packed) for w in weights):
+        if not all(isinstance(w, Packed) for w in weights):
+            raise ValueError(
+                f"gate, up and down are {', '.join(type(w).__name__ for w in weights)}; pack all"
+                " three or none"
+            )
+        only_native("expert_mlp", implementation)
+        return _native(x, expert_ids, expert_weights, weights, activation, residual)
+    choice.check_implementation(implementation)
+    choice.record(choice.Choice("expert_mlp", "xla", "the weights are not packed for another"))
+    return _xla(x, expert_ids, expert_weights, weights, activation, residual)
+
+
+def block_rows(num_pairs: int, num_experts: int) -> int:
+    """Return how many rows the plain form multiplies at a time: twice an expert's mean share, so
+    that few experts take a second block, which copies their weights again; a power of two from 2 to
+    128.  (Measured beside once and four times the share, on two cores of an x86 server.)
+    """
+    share = -(-num_pairs // num_experts)
+    return min(_MOST_ROWS, 2 << max(0, share - 1).bit_length())
+
+
+def _xla(
+    x: Array,
+    expert_ids: Array,
+    expert_weights: Array,
+    weights: tuple[Any, Any, Any],
+    activation: str,
+    residual: Array | None,
+) -> Array:
+    if not expert_ids.size:
+        return jnp.zeros_like(x)
+    num_experts = weights[0].shape[0]
+    exists = (expert_ids >= 0) & (expert_ids <= num_experts)
+    known = jnp.all(exists, axis=-1, keepdims=True)
+    ids = jnp.where(known, expert_ids, num_experts)
+    token_BC, expert_B, slot_Tk = _blocks(ids, num_experts)
+
+    def compute(block: tuple[Array, Array]) -> Array:
+        tokens_C, expert = block
+        rows_CD = x.at[tokens_C].get(mode="fill", fill_value=0)
+        gate, up, down = (_expert(w, expert, x.dtype) for w in weights)
+        g, u = _dot(rows_CD, gate).astype(x.dtype), _dot(rows_CD, up).astype(x.dtype)
+        return _dot(activate(g, activation) * u, down)
+
+    def step(_: None, block: tuple[Array, Array]) -> tuple[None, Array]:
+        empty = lambda block: jnp.zeros((block[0].shape[0], x.shape[1]), jnp.float32)
+        return None, lax.cond(block[1] < num_experts, compute, empty, block)
+
+    _, y_BCD = lax.scan(step, None, (token_BC, expert_B))
+    y_SD = y_BCD.reshape(-1, x.shape[1])
+    total = jnp.zeros(x.shape, jnp.float32)
+    for j in range(ids.shape[1]):
+        weight = jnp.where(ids[:, j] < num_experts, expert_weights[:, j].astype(jnp.float32), 0)
+        total += weight[:, None] * y_SD.at[slot_Tk[:, j]].get(mode="fill", fill_value=0)
+    total = jnp.where(known, total, jnp.nan)
+    if residual is not None:
+        total += residual.astype(jnp.float32)
+    return total.astype(x.dtype)
+
+
+def _blocks(ids: Int[Array, "T k"], num_experts: int) -> tuple[Array, Array, Array]:
+    """Return the token of each row of each block (T where there is none), the expert of each block
+    (E likewise), and the row of each pair, counted through all blocks (past their end for the id
+    E).
+    """
+    num_tokens, k = ids.shape
+    num_pairs = num_tokens * k
+    rows = block_rows(num_pairs, num_experts)
+    num_blocks = (num_pairs + min(num_experts, num_pairs) * (rows - 1)) // rows
+    pair_ids = ids.reshape(-1)
+    order = jnp.argsort(pair_ids, stable=True)
+    sorted_ids = pair_ids[order]
+    counts_E = jnp.bincount(pair_ids, length=num_experts + 1)[:num_experts]
+    last_block_E = jnp.cumsum(-(-counts_E // rows))
+    first_row_E = rows * (last_block_E - -(-counts_E // rows))
+    first_pair_E = jnp.cumsum(counts_E) - counts_E
+    end = num_blocks * rows
+    within = jnp.arange(num_pairs, dtype=jnp.int32) - first_pair_E.at[sorted_ids].get(mode="clip")
+    slot = jnp.where(
+        sorted_ids < num_experts, first_row_E.at[sorted_ids].get(mode="clip") + within, end
+    )
+    token_S = (
+        jnp.full(end, num_tokens, jnp.int32)
+        .at[slot]
+        .set((order // k).astype(jnp.int32), mode="drop")
+    )
+    slot_Tk = jnp.full(num_pairs, end, jnp.int32).at[order].set(slot).reshape(num_tokens, k)
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+    expert_B = jnp.searchsorted(last_block_E, blocks, side="right").astype(jnp.int32)
+    return token_S.reshape(num_blocks, rows), expert_B, slot_Tk
+
+
+def _expert(weight: Array | QArray, expert: Array, dtype: Any) -> Array:
+    """Return the matrix [out, in] of one expert."""
+    if isinstance(weight, QArray):
+        data = lax.dynamic_index_in_dim(jnp.asarray(weight.data), expert, keepdims=False)
+        return dequantize(dataclasses.replace(weight, data=data, shape=weight.shape[1:]), dtype)
+    return lax.dynamic_index_in_dim(weight, expert, keepdims=False).astype(dtype)
+
+
+def _dot(x: Float[Array, "C I"], w: Float[Array, "O I"]) -> Float[Array, "C O"]:
+    return jnp.einsum(
+        "ci,oi->co", x, w, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST
+    )
+
+
+def _native(
+    x: Array,
+    expert_ids: Array,
+    expert_weights: Array,
+    weights: tuple[Any, Any, Any],
+    activation: str,
+    residual: Array | None,
+) -> Array:
+    from infer.native.experts import expert_mlp as kernel
+
+    residual = None if residual is None else residual.astype(jnp.float32)
+    scales = expert_weights.astype(jnp.float32)
+    y = kernel(x.astype(jnp.float32), expert_ids, scales, *weights, activation, residual)
+    return y.astype(x.dtype)
+
+
+def _check(
+    x: Array,
+    expert_ids: Array,
+    expert_weights: Array,
+    gate: Any,
+    up: Any,
+    down: Any,
+    residual: Array | None,
+) -> None:
+    num_tokens, width = x.shape
+    if expert_ids.ndim != 2 or expert_ids.shape[0] != num_tokens or expert_ids.shape[1] < 1:
+        raise ValueError(
+            f"expert_ids is {expert_ids.shape}; with x {x.shape} it must be [{num_tokens}, k]"
+        )
+    if expert_weights.shape != expert_ids.shape:
+        raise ValueError(
+            f"expert_weights is {expert_weights.shape}; it must be as expert_ids, "
+            f"{expert_ids.shape}"
+        )
+    fits = len(gate.shape) == 3 and gate.shape[2] == width and up.shape == gate.shape
+    if not fits or tuple(down.shape) != (gate.shape[0], width, gate.shape[1]):
+        raise ValueError(
+            f"gate is {gate.shape}, up {up.shape} and down {down.shape}; with x {x.shape} they"
+            f" must be [E, F, {width}], [E, F, {width}] and [E, {width}, F]"
+        )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual is {residual.shape}; it must be as x, {x.shape}")
