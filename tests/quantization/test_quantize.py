@@ -178,8 +178,6 @@ def test_a_recipe_says_what_stays():
         ({"embed": GPTQ(group_size=16)}, "embed cannot take GPTQ, which is calibrated"),
         ({"layers.*": RTN(group_size=128)}, "group_size 128 does not divide the width 32"),
         ({"layers.*": None}, "every matrix stays as it is; give at least one a method"),
-        ({"layers.*": 4}, "'layers.*': 4 is no rule; a recipe maps patterns"),
-        (4, "a recipe is a int; pass a method"),
         (
             {"layers.*.q": AWQ(group_size=16), "layers.*": RTN(group_size=16)},
             "layers.0: q, k, v read one input, which AWQ scales, so they need the same method",
@@ -187,8 +185,21 @@ def test_a_recipe_says_what_stays():
     ],
 )
 def test_recipes_that_cannot_be(recipe, message):
-    with pytest.raises(ConfigError, match=message.replace("'layers.*':", r"'layers\.\*':")):
+    with pytest.raises(ConfigError, match=message):
         quantize(llama(), recipe, text() if "AWQ" in message or "GPTQ" in message else None)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"layers.*": 4}, r"'layers\.\*': 4 is no rule; a recipe maps patterns"),
+        ({7: None}, r"7: None is no rule"),
+        (4, "a recipe is a int; pass a method"),
+    ],
+)
+def test_what_is_no_recipe(given, message):
+    with pytest.raises(ConfigError, match=message):
+        Recipe.of(given)
 
 
 def test_the_first_pattern_that_matches_holds():
