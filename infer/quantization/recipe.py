@@ -40,7 +40,7 @@ class Recipe:
             return cls(((_EVERY_LAYER, given),))
         if not isinstance(given, Mapping):
             raise ConfigError(
-                f"method is a {type(given).__name__}; pass a method such as infer.quant.RTN(),"
+                f"a recipe is a {type(given).__name__}; pass a method such as infer.quant.RTN(),"
                 " or a mapping of patterns to methods"
             )
         for pattern, method in given.items():
