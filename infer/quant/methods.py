@@ -279,7 +279,7 @@ class GPTQ(RTN):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _share("damping", self.damping, 1e-8, 1)
+        _share("damping", self.damping, 1e-15, 1)
         _one_of("act_order", self.act_order, (True, False))
         _one_of("static_groups", self.static_groups, (True, False))
         if self.static_groups and not self.act_order:

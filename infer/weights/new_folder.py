@@ -37,12 +37,12 @@ def check_new(to: Path) -> None:
     """Raise ConfigError if `to` is there and not an empty folder, or cannot be made."""
     if "\0" in str(to):
         raise ConfigError(f"{str(to)!r} has a NUL in it; name a new folder")
-    if to.is_symlink():
-        raise ConfigError(f"{to} is a link; name a new folder")
     try:
-        there = to.exists()
+        there, is_link = to.exists(), to.is_symlink()
     except OSError as error:
         raise ConfigError(f"{str(to)!r:.200}: {error.strerror}; name a new folder") from None
+    if is_link:
+        raise ConfigError(f"{to} is a link; name a new folder")
     if there and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} is not empty; name a new folder")
     parent = next(p for p in to.parents if p.exists())

@@ -46,14 +46,20 @@ def test_a_calibrated_method_from_text_to_folder(
     asked += ["--calibration-tokens", "512", "--seq-len", "256", "--out", str(out), "--json"]
     assert main(["quantize", str(source), *asked]) == 0
     printed = capsys.readouterr()
-    assert printed.err == ""
+    assert printed.err.splitlines() == [
+        "infer: 2 calibration sequences; 64 or more are usual, and fewer may give a worse model"
+        " than no calibration",
+        "infer: quantising 2 layers",
+    ]
     found = json.loads(printed.out)
     assert found["stayed"] == {"float32": ["embed"]}
     # 32 x 32, 16 x 32 twice, 32 x 32, 48 x 32 twice, 32 x 48: the last has a column order of 48
     # inputs, the others one of 32.
     weights = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32)
     size = weights // 2 + 2 * weights // 16 + 2 * 4 * (6 * 32 + 48)
-    assert found["packed"] == {"INT4-G16": {"matrices": 14, "weights": weights, "bytes": size}}
+    assert found["packed"] == {
+        "INT4-G16-ORDERED": {"matrices": 14, "weights": weights, "bytes": size}
+    }
     assert found["bits_per_weight"] == pytest.approx(8 * size / weights)
     assert found["calibration"] == {
         "of": "text",

@@ -127,7 +127,8 @@ def test_the_product_of_llm_int8_is_that_of_bitsandbytes():
     exact = x @ np.asarray(dequantize(q)).T
     ours, theirs = (np.sqrt(np.mean((y - exact) ** 2, 0)) for y in (ours, want))
     assert np.all(ours < 0.03 * np.sqrt(np.mean(exact**2, 0)))
-    np.testing.assert_allclose(ours, theirs, rtol=0.5)
+    # Errors far below the rounding of float16, in which theirs are given, say nothing.
+    np.testing.assert_allclose(ours, theirs, rtol=0.5, atol=1e-5)
     assert np.mean(ours) < 1.05 * np.mean(theirs)
 
 

@@ -296,8 +296,9 @@ def test_a_quotient_is_rounded_once():
     scale = np.abs(a).max(1, keepdims=True) / np.float32(7)
     for b in (7.5, 57344.0, scale):
         want = a / np.float32(b)
+        x = jnp.asarray(a)
         constant = jax.jit(lambda a, b=b: rtn.quotient(a, b))
-        for got in (rtn.quotient(a, b), jax.jit(rtn.quotient)(a, b), constant(a)):
+        for got in (rtn.quotient(x, b), jax.jit(rtn.quotient)(x, b), constant(x)):
             np.testing.assert_array_equal(got, want)
     ends = jnp.asarray([np.inf, -np.inf, np.nan, 0], jnp.float32)
     np.testing.assert_array_equal(rtn.quotient(ends, 3.0), ends)
