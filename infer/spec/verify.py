@@ -4,15 +4,15 @@ p_i and q_i are the target's and the drafter's distributions of token i of a rou
 before it; x_i is the draft, u_i a uniform number in [0, 1).
 
 Token rule: x_i stands if all before it stand and u_i q_i(x_i) < p_i(x_i).  At the first that does
-not, the token is drawn from (p_i - q_i)+, normalised.  Source: Leviathan et al., Fast Inference from
-Transformers via Speculative Decoding, algorithm 1, arXiv:2211.17192; Chen et al., arXiv:2302.01318.
+not, the token is drawn from (p_i - q_i)+, normalised.  Source: Leviathan et al., Fast Inference
+from Transformers via Speculative Decoding, algorithm 1, arXiv:2211.17192; Chen et al.,
+arXiv:2302.01318.
 
 Block verification: with w_0 = 1, w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1),
 Z_i = sum_x (w_i p_{i+1}(x) - q_{i+1}(x))+, h_i = Z_i / (Z_i + 1 - w_i) and h_n = w_n for n drafts,
 the drafts up to the largest i with u_i < h_i stand, and the token after them is drawn from
-(w_i p_{i+1} - q_{i+1})+, normalised.  It accepts at least as many tokens as the token rule on average, and
-no rule that keeps the distribution accepts more.  Source: Sun et al., Block Verification Accelerates
-Speculative Decoding, algorithm 2, arXiv:2403.10444.
+(w_i p_{i+1} - q_{i+1})+, normalised.  On average it accepts at least as many drafts as the token
+rule.  Source: Sun et al., Block Verification Accelerates Speculative Decoding, arXiv:2403.10444.
 
 In both, after all n drafts the token is drawn from p_{n+1}.
 
@@ -21,8 +21,8 @@ draft stands if it is that token.  The output equals plain seeded sampling token
 drafter that draws with the same noise agrees with it often.  Greedy rows do this with the argmax,
 whatever the rule.
 
-All arithmetic is float32.  A uniform number is a multiple of 2^-23, so each probability of acceptance
-is off by at most 1.2e-7.
+All arithmetic is float32.  A uniform number is a multiple of 2^-23, so each probability of
+acceptance is off by at most 1.2e-7.
 """
 
 import enum
@@ -33,7 +33,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from infer.pytree import Leaf, pytree_dataclass
-from infer.sampling import Role
+from infer.sampling import Role, draw_keys
 from infer.spec.rounds import Round, plain_keys, round_keys
 from infer.spec.target import check_positions
 
@@ -173,12 +173,10 @@ def _judge(
         weight = jnp.ones_like(u[:, 0])
     else:
         accepted, weight = _accepted_by_block(p, q, u, ours, theirs, count)
-    left = residual(
-        _pick(p, accepted), _pick(q, jnp.minimum(accepted, num_drafts - 1)), weight
-    )
+    left = residual(_pick(p, accepted), _pick(q, jnp.minimum(accepted, num_drafts - 1)), weight)
     all_stand = accepted == count
     bonus_keys = plain_keys(round, accepted[:, None])[:, 0]
-    keys = jnp.where(all_stand, bonus_keys, recovery_keys(round))
+    keys = jnp.where(all_stand, bonus_keys, recovery_keys(round, accepted))
     choice = jnp.where(all_stand[:, None], _pick(logits, accepted), jnp.log(left))
     return accepted, _draw(choice, keys)
 
@@ -215,9 +213,12 @@ def residual(
     return jnp.where(jnp.any(left > 0, axis=1, keepdims=True), left, p)
 
 
-def recovery_keys(round: Round) -> Array:
-    """Return the key [B] of the draw from the residual; it has no noise in common with a draft."""
-    return round_keys(round, 1, Role.RECOVER)[:, 0]
+def recovery_keys(round: Round, accepted: Int[Array, " B"]) -> Array:
+    """Return the key [B] of the draw from the residual after `accepted` drafts; its noise is not
+    that of the draft that fell.
+    """
+    keys = draw_keys(round.key, round.choice, round.position, Role.RECOVER)
+    return jax.vmap(jax.random.fold_in)(keys, accepted)
 
 
 def _probabilities(logits: Array) -> Array:

@@ -60,8 +60,7 @@ def states(settings: list[dict[str, float]], runs: int) -> SamplingState:
     names = sorted({name for s in settings for name in s})
     off = {"temperature": 1.0, "top_p": 1.0, "repetition": 1.0, "top_k": 0}
     columns = {
-        name: np.repeat([s.get(name, off.get(name, 0.0)) for s in settings], runs)
-        for name in names
+        name: np.repeat([s.get(name, off.get(name, 0.0)) for s in settings], runs) for name in names
     }
     return state_of(len(settings) * runs, V, **columns)
 
