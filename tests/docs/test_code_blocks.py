@@ -21,7 +21,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> infer.Model:
 
 @pytest.mark.parametrize(
     ("page", "num_blocks"),
-    [("README.md", 1), ("docs/generate-inside-jit.md", 9), ("docs/evaluation.md", 1)],
+    [
+        ("README.md", 1),
+        ("docs/generate-inside-jit.md", 9),
+        ("docs/evaluation.md", 1),
+        ("docs/speculation.md", 2),
+    ],
 )
 def test_blocks_run_in_order(
     tiny: infer.Model, monkeypatch: pytest.MonkeyPatch, page: str, num_blocks: int
