@@ -76,8 +76,8 @@ def verify(
         draft_probs: the distribution that each draft was drawn from, with `round_keys(round, k,
             Role.DRAFT)` or anything else that is independent of the round's other keys.  None: the
             drafts are a function of the tokens before the round, not drawn (one-hot q).
-        num_drafts: 0 to k; more is taken as k.  It may depend on the drafts that it counts, never on
-            one that it leaves out: to drop a draft because of what it is would change the output.
+        num_drafts: 0 to k; more is taken as k.  It may depend on the drafts that it counts, never
+            on one that it leaves out: to drop a draft for what it is would change the output.
         greedy: rows that are judged by the argmax.
         round: where the round begins.
         rule: how the other rows are judged.
