@@ -227,7 +227,8 @@ def _probabilities(logits: Array) -> Array:
     top = jnp.max(logits, axis=-1, keepdims=True)
     sane = jnp.isfinite(top)
     weights = jnp.exp(jnp.where(sane, logits - jnp.where(sane, top, 0.0), -jnp.inf))
-    return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
+    # The largest weight is 1: the sum is below that only where there is none.
+    return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1.0)
 
 
 def _draw(logits: Float[Array, "*rows V"], keys: Array) -> Int[Array, "*rows"]:
