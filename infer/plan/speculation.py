@@ -15,7 +15,7 @@ arXiv:2211.17192.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from infer.hardware import Chip
@@ -93,6 +93,41 @@ def best_k(alpha: float, c: float, *, most: int = MOST_DRAFTS) -> tuple[int, flo
     _check_k(most, 1)
     k = max(range(most + 1), key=lambda k: (speedup(alpha, k, c), -k))
     return k, speedup(alpha, k, c)
+
+
+def choose_k(
+    alphas: Sequence[float],
+    round_s: Mapping[int, float],
+    *,
+    current: int,
+    margin: float = 0.05,
+) -> int:
+    """Return the k of a measured table with the most tokens per second, unless `current` is near.
+
+    E[tokens at k] / round_s[k], with `alphas` as far as k.  They must come from earlier rounds: a k
+    that depended on the drafts it is for would change the output.
+
+    Args:
+        alphas: probability that draft i stands, given that those before it do; at least as many as
+            the largest k.
+        round_s: seconds of a round with k drafts, at the present batch; 0 is plain decoding.
+        current: k of the last round, in the table.
+        margin: share by which another k must be faster to replace `current`, so that noise in the
+            figures does not change programs; 0 or more.
+    """
+    if current not in round_s or not all(0 <= k <= len(alphas) for k in round_s):
+        raise ValueError(
+            f"the table has k {sorted(round_s)}, current is {current}, and there are {len(alphas)} "
+            "acceptances; current must be in the table, and each k from 0 to their number"
+        )
+    if not all(math.isfinite(s) and s > 0 for s in round_s.values()) or not margin >= 0:
+        raise ValueError(
+            f"margin is {margin} and round_s {dict(round_s)}; seconds are finite and above 0, and "
+            "the margin 0 or more"
+        )
+    rate = {k: expected_tokens_by_position(alphas[:k]) / s for k, s in round_s.items()}
+    best = max(rate, key=lambda k: (rate[k], -k))
+    return best if rate[best] > rate[current] * (1 + margin) else current
 
 
 @dataclass(frozen=True, kw_only=True)

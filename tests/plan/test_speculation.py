@@ -59,6 +59,20 @@ def test_ends_of_the_range() -> None:
     assert math.isnan(speculation.acceptance_rate(0, 0))
 
 
+def test_k_is_chosen_from_measured_seconds_with_hysteresis() -> None:
+    alphas = [0.8] * 7
+    # Tokens a round: 1, 1.8, 2.952, 3.689, 4.161.
+    alone = {0: 1.0, 1: 1.05, 3: 1.15, 5: 1.25, 7: 1.45}
+    assert speculation.choose_k(alphas, alone, current=0) == 5
+    # 2.869 tokens a second against 2.951: 2.9% is within 5%, not within 2%.
+    assert speculation.choose_k(alphas, alone, current=7) == 7
+    assert speculation.choose_k(alphas, alone, current=7, margin=0.02) == 5
+    loaded = {0: 1.0, 1: 1.9, 3: 3.7, 5: 5.5, 7: 7.3}
+    assert speculation.choose_k(alphas, loaded, current=5) == 0
+    falling = [0.9, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert speculation.choose_k(falling, alone, current=5) == 1
+
+
 def test_a_bandwidth_bound_round_is_the_formula_with_the_ratio_of_weights() -> None:
     plan = speculation.plan_round(TARGET, DRAFT, H100, alpha=0.8, k=4)
     assert plan.verify_s == plan.plain_s
@@ -102,6 +116,10 @@ def test_a_large_batch_pays_for_rejected_tokens_until_speculation_is_off() -> No
         (lambda: speculation.speedup(0.5, 1, -0.1), r"c is -0\.1"),
         (lambda: speculation.speedup(0.5, 1, 0.1, 0.0), r"v is 0\.0"),
         (lambda: speculation.acceptance_rate(-1, 0), "accepted is -1"),
+        (lambda: speculation.choose_k([0.5], {0: 1.0, 2: 1.0}, current=0), "1 acceptances"),
+        (lambda: speculation.choose_k([0.5], {0: 1.0}, current=1), "current is 1"),
+        (lambda: speculation.choose_k([0.5], {0: 0.0}, current=0), "above 0"),
+        (lambda: speculation.choose_k([0.5], {0: 1.0}, current=0, margin=-1.0), r"margin is -1\.0"),
         (
             lambda: speculation.plan_round(TARGET, None, H100, alpha=0.5, k=1, batch=0),
             "batch is 0",
