@@ -51,8 +51,8 @@ def test_output_distribution_is_exactly_the_target(rule: Rule, drafter: Drafter)
     tokens, accepted, drafted = stub_pair.speculate(_state(), rule=rule, drafter=drafter)
     for setting, agreement in zip(SETTINGS, _agreements(tokens), strict=True):
         assert agreement.holds(FALSE_ALARMS), (setting, agreement)
-    # The drafts matter: some stand and some do not.
-    assert 0.2 < int(accepted) / int(drafted) < 1
+    # The drafts matter: some stand and some do not.  Of the one-hot ones, poor guesses, 6% do.
+    assert 0.05 < int(accepted) / int(drafted) < 1
 
 
 @pytest.mark.slow
