@@ -80,13 +80,13 @@ def test_a_calibrated_method_from_text_to_folder(
 
     assert main(["info", str(out), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["tensor_types"]["INT4-G16"] == {
+    assert said["tensor_types"]["INT4-G16-ORDERED"] == {
         "tensors": 14, "params": weights, "bytes": size,
     }  # fmt: skip
-    assert said["quantisation"]["bits_per_weight"] == {"INT4-G16": found["bits_per_weight"]}
+    assert said["quantisation"]["bits_per_weight"] == {"INT4-G16-ORDERED": found["bits_per_weight"]}
     assert said["quantisation"]["calibration"] == found["calibration"]
     assert said["quantisation"]["stayed"] == {"model.embed_tokens.weight": "F32"}
-    assert said["quantisation"]["formats"]["INT4-G16"]["group"] == 16
+    assert said["quantisation"]["formats"]["INT4-G16-ORDERED"]["group"] == 16
     assert said["num_params"] == found["num_weights"]
     assert main(["info", str(out)]) == 0
     words = capsys.readouterr().out
