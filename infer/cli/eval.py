@@ -261,9 +261,10 @@ def _items_of(task: str, given: dict[str, Any], seed: int) -> Callable[[Any], An
     from infer.eval.texts import read_text
 
     if task == "needle":
-        filler = read_text(given["--text"] or "en")
+        filler = read_text("en" if given["--text"] is None else given["--text"])
         depths = depths_of(given["--depths"])
-        count, context = given["--items"], given["--context"] or 512
+        count, context = given["--items"], given["--context"]
+        context = 512 if context is None else context
         return lambda tokenizer: generated_tasks.needle(
             filler,
             tokenizer,

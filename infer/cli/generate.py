@@ -148,14 +148,29 @@ def generate(
         print()
         stats = {**stats, "load_s": load_s, "reason": why_plain(options)}
         print(summary(stats, text, loaded), file=sys.stderr)
+        refuse_aborted(stats)
         return
     result = interruptible(lambda: loaded.generate(given, sampling=sampling, **options))
     if as_json:
         print(json.dumps(as_object(model, todo, result, load_s, logprobs), allow_nan=False))
+        refuse_aborted(result.stats)
         return
     print(as_text(todo, result.text))
     stats = {**result.stats, "load_s": load_s, "reason": why_plain(options)}
     print(summary(stats), file=sys.stderr)
+    refuse_aborted(stats)
+
+
+def refuse_aborted(stats: dict[str, Any]) -> None:
+    """End with exit code 1 if the model's logits were not numbers somewhere."""
+    if stats.get("aborted"):
+        print(
+            f"infer: {stats['aborted']} of {len(stats['num_output_tokens'])} continuations ended"
+            " early: the model's logits are NaN; its weights are damaged, or --dtype is too small"
+            " for them",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1)
 
 
 def model_prompts(loaded: Any, texts: list[str], chat: bool) -> list[Any]:

@@ -13,6 +13,11 @@ from infer.cli.progress import progress_bars
 from infer.errors import ConfigError
 from infer.progress import counting_bar
 
+# A calibration text or recipe longer than this is none that somebody means to give.
+_LARGEST = 1 << 30
+# Sequences of calibration text that are usual, at least.
+_USUAL_SEQUENCES = 64
+
 _METHODS = (
     *("gptq", "awq", "rtn", "smoothquant", "llm-int8", "fp8", "nf4", "fp4", "mxfp4", "mxfp6"),
     *("mxfp8", "nvfp4"),
@@ -161,7 +166,7 @@ def _asked(method: str | None, recipe: str | None, options: dict[str, Any]) -> A
             raise ConfigError(
                 f"{_spelled(options)} goes with --method; a recipe has its options in the file"
             )
-        source = Path(recipe).read_bytes()
+        source = _bytes_of(recipe)
         ask = lambda widths: by_name.recipe_of(source, recipe, widths)
     else:
         ask = lambda widths: Recipe.of(by_name.method_of(method or "", options, widths))
@@ -210,6 +215,13 @@ def run(
         )
         tokens = found.tokens
         record = Calibration.of(tokens, text=text, used=found.text)
+        if len(tokens) < _USUAL_SEQUENCES:
+            print(
+                f"infer: {len(tokens)} calibration sequences; {_USUAL_SEQUENCES} or more are usual,"
+                " and fewer may give a worse model than no calibration",
+                file=sys.stderr,
+            )
+    print(f"infer: quantising {loaded.config.num_layers} layers", file=sys.stderr)
     with counting_bar("layers", loaded.config.num_layers) as count:
         step = None if count is None else lambda done, total: count(done)
         params = infer.quantize(loaded.params, recipe, tokens, progress=step)
@@ -288,8 +300,18 @@ def _arrays(params: Any) -> list[Any]:
     return jax.tree.leaves(params)
 
 
+def _bytes_of(path: str) -> bytes:
+    """Return the bytes of a file; what never ends is refused."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{path} is no file that is there; name a text file")
+    if file.stat().st_size > _LARGEST:
+        raise ConfigError(f"{path} has {file.stat().st_size} bytes; files of up to 1 GiB are read")
+    return file.read_bytes()
+
+
 def _read(path: str) -> str:
-    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    data = sys.stdin.buffer.read() if path == "-" else _bytes_of(path)
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -8,6 +8,7 @@ McNemar's exact test counts only the items that one of them gets right.
 import dataclasses
 import enum
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -314,6 +315,11 @@ def _chosen(
             ids, logp = next(found)
             value = float(logp[max(_common(question, ids), 1) - 1 :].sum(dtype=np.float64))
             size = len(_joined(item, choice).encode()) - len(item.question.encode())
+            if math.isnan(value):
+                raise RequestError(
+                    f"the model gives NaN after {item.question!r:.60}; its weights are damaged, or"
+                    " its dtype is too small for it"
+                )
             values.append(value / size if normalize else value)
         chosen.append(int(np.argmax(values)))
     return chosen

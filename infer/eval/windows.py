@@ -109,7 +109,7 @@ def too_few(texts: Sequence[Windows]) -> list[str]:
     named = ", ".join(f"{each.name} ({len(each.ids)})" for each in few)
     return [
         f"fewer than {ENOUGH_WINDOWS} windows, so that intervals are too narrow: {named}; give "
-        "longer texts or a smaller context"
+        "longer texts, a smaller context or more windows"
     ]
 
 

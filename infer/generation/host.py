@@ -312,6 +312,7 @@ class Job:
         """Return the figures of the run so far: seconds, tokens, rates, what ran."""
         lengths = np.asarray(self.state.output.lengths)[: len(self.rows)]
         generated = int(np.sum(lengths))
+        reasons = np.asarray(self.state.output.finish)[: len(self.rows)]
         # Prompt tokens of the first wave only: later ones are prefilled among the decode passes.
         first_wave = self.first_prompt_tokens
         ran = _choices.get(_program_key(self.params, self.caps), {})
@@ -326,6 +327,7 @@ class Job:
             "compiles": self.compiles,
             "num_prompt_tokens": [len(r.ids) for r in self.rows],
             "num_output_tokens": lengths.tolist(),
+            "aborted": int(np.sum(reasons == Finish.ABORT)),
         } | {name: int(value) for name, value in vars(self.state.counters).items()}
         stats |= self.placement
         return stats | ({"seed": self.seed} if self.seed is not None else {})

@@ -134,6 +134,17 @@ def _repack_planar(library: Any, weight: QArray, format: PlanarFormat) -> Packed
     Activations of integers are rounded to 8 bits in groups of 32, whatever the format says of them;
     those of other codes are not rounded.
     """
+    # Shapes that do not belong together would be read past their ends.
+    weight = QArray.planar(
+        weight.data,
+        weight.scale,
+        format,
+        weight.shape,
+        zero=weight.zero,
+        global_scale=weight.global_scale,
+        perm=weight.perm,
+        act_scale=weight.act_scale,
+    )
     out, width = weight.shape
     refusal = planar_refusal(format.code, format.group, width, weight.perm is not None)
     if refusal:

@@ -16,7 +16,17 @@ _INT_BITS = (2, 3, 4, 5, 6, 8)
 _SCALES = ("float32", "float16", "bfloat16", "e8m0", "e4m3", "nested")
 _ACTIVATIONS = ("", "int8", "e4m3", "int8_static", "e4m3_static", "e4m3_128", "outliers")
 _MAX_NAME = 80
-_FIELDS = ("name", "bits", "group", "rows", "code", "symmetric", "scale_dtype", "activations")
+_FIELDS = (
+    "name",
+    "bits",
+    "group",
+    "rows",
+    "code",
+    "symmetric",
+    "scale_dtype",
+    "activations",
+    "ordered",
+)
 
 
 def to_json(format: Format) -> dict[str, Any]:
@@ -86,6 +96,8 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
         found.append(f"symmetric is {values['symmetric']!r:.40}, must be true or false")
     elif not values["symmetric"] and code != "int":
         found.append(f"symmetric is false, and only integers have a zero point, not {code!r:.40}")
+    if type(values["ordered"]) is not bool:
+        found.append(f"ordered is {values['ordered']!r:.40}, must be true or false")
     for key, known in (("scale_dtype", _SCALES), ("activations", _ACTIVATIONS)):
         if not isinstance(values[key], str) or values[key] not in known:
             found.append(f"{key} is {values[key]!r:.40}; known are {', '.join(map(repr, known))}")

@@ -62,6 +62,7 @@ class PlanarFormat(Format):
         activations: what the product does to its input: "" nothing; "int8" or "e4m3": one scale a
             token; "int8_static" or "e4m3_static": one stored scale; "e4m3_128": one a token and 128
             inputs; "outliers": int8, with what is 6 and more left as it is (LLM.int8()).
+        ordered: the columns stand in an order of their own, the weight's `perm`.
     """
 
     block_bytes: int = 0
@@ -71,6 +72,7 @@ class PlanarFormat(Format):
     symmetric: bool = True
     scale_dtype: str = "float16"
     activations: str = ""
+    ordered: bool = False
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the shape of the scales of a weight (out, in)."""

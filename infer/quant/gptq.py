@@ -99,7 +99,8 @@ def gptq(
         scales, zeros = scales[:, :: format.group], zeros[:, :: format.group]
     packed = rtn.from_codes(q, scales, None if format.symmetric else zeros, format)
     if act_order and fixed is None:
-        packed = dataclasses.replace(packed, perm=order)
+        format = dataclasses.replace(format, name=f"{format.name}-ORDERED", ordered=True)
+        packed = dataclasses.replace(packed, perm=order, format=format)
     return packed, ok
 
 

@@ -40,16 +40,22 @@ class Method:
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; use {', '.join(map(repr, allowed))}")
+    if not any(type(value) is type(one) and value == one for one in allowed):
+        raise ConfigError(f"{name} is {value!r:.60}; use {', '.join(map(repr, allowed))}")
+
+
+def _share(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r:.60}; use a number from {low:g} to {high:g}")
 
 
 def _check_group(group: GroupSize) -> None:
-    if isinstance(group, bool) or not (
-        (isinstance(group, int) and group >= 8) or group in ("channel", "tensor")
+    if not (type(group) is int and group >= 8) and not (
+        isinstance(group, str) and group in ("channel", "tensor")
     ):
         raise ConfigError(
-            f"group_size is {group!r}; use a number of weights (8 or more), 'channel' or 'tensor'"
+            f"group_size is {group!r:.60}; use a number of weights (8 or more), 'channel' or"
+            " 'tensor'"
         )
 
 
@@ -92,6 +98,7 @@ class RTN(Method):
 
     def __post_init__(self) -> None:
         _one_of("bits", self.bits, (8, 6, 5, 4, 3, 2))
+        _one_of("symmetric", self.symmetric, (True, False))
         _check_group(self.group_size)
         _one_of("convention", self.convention, tuple(rtn.CONVENTIONS))
         _one_of("scale_dtype", self.scale_dtype, ("float16", "bfloat16", "float32"))
@@ -184,7 +191,11 @@ class NF4(Method):
     levels: str = "nf4"
 
     def __post_init__(self) -> None:
-        _check_group(self.group_size)
+        if type(self.group_size) is not int or self.group_size < 8:
+            raise ConfigError(
+                f"group_size is {self.group_size!r:.60}; use a number of weights, 8 or more"
+            )
+        _one_of("double", self.double, (True, False))
         _one_of("levels", self.levels, ("nf4", "fp4"))
 
     def format_for(self, shape: tuple[int, int]) -> PlanarFormat:
@@ -268,8 +279,9 @@ class GPTQ(RTN):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.damping < 1:
-            raise ConfigError(f"damping is {self.damping!r}; use a share between 0 and 1")
+        _share("damping", self.damping, 1e-15, 1)
+        _one_of("act_order", self.act_order, (True, False))
+        _one_of("static_groups", self.static_groups, (True, False))
         if self.static_groups and not self.act_order:
             raise ConfigError(
                 "static_groups only means something with act_order=True; leave it out, or set both"
@@ -296,6 +308,10 @@ class AWQ(RTN):
     symmetric: bool = False
     clip: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_of("clip", self.clip, (True, False))
+
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothQuant(Method):
@@ -317,8 +333,8 @@ class SmoothQuant(Method):
     weights: RTN = RTN(bits=8, group_size="channel", scale_dtype="float32")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha is {self.alpha!r}; use a share from 0 to 1")
+        _share("alpha", self.alpha, 0, 1)
+        _one_of("static", self.static, (True, False))
         if not isinstance(self.weights, RTN) or isinstance(self.weights, AWQ):
             raise ConfigError("weights of SmoothQuant is an RTN or a GPTQ")
         if self.weights.activations is not None:

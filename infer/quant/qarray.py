@@ -108,7 +108,7 @@ class QArray:
             shape: (out, in).
             zero: uint8 [R, Q] where the format is not symmetric.
             global_scale: float32 [] where scales are e4m3.
-            perm: int32 [in], an order of the columns; None is their own.
+            perm: int32 [in], where the format is ordered.
             act_scale: float32 [] where the scale of activations is static.
 
         Raises:
@@ -149,8 +149,7 @@ def _planar_problems(q: QArray, format: PlanarFormat) -> list[str]:
         want["scale.offset"] = (q.scale.offset, "float32", ())
     else:
         want["scale"] = (q.scale, stored, grid)
-    if q.perm is not None:
-        want["perm"] = (q.perm, "int32", (shape[1],))
+    want["perm"] = (q.perm, "int32", (shape[1],)) if format.ordered else None
     problems = []
     for name, entry in want.items():
         if entry is None:

@@ -244,13 +244,17 @@ def quantize_mx(w: Float[Array, "O I"], format: PlanarFormat, rule: str = "floor
 def quantize_nvfp4(w: Float[Array, "O I"], format: PlanarFormat) -> QArray:
     """Return `w` in NVFP4: E2M1 under an E4M3 scale for 16 and one float32 for all.
 
-    The codes are taken under the rounded scale.  Source: ModelOpt, global = max|w| / (6 * 448).
+    The codes are taken under the rounded scale, which is at least 2^-9, E4M3's least: a group far
+    smaller than the others keeps its largest numbers.  A group of zeros has the scale 1.
+
+    Source: ModelOpt, global = max|w| / (6 * 448).
     """
     w = w.astype(jnp.float32)
     most = jnp.abs(blocks_of(w, format)).max((2, 3))
     whole = quotient(most.max(), 6.0 * 448)
     whole = jnp.where(whole == 0, jnp.float32(1), whole)
-    scale = codes.nearest(quotient(most, 6 * whole), "e4m3")
+    scale = jnp.maximum(codes.nearest(quotient(most, 6 * whole), "e4m3"), np.uint8(1))
+    scale = jnp.where(most == 0, np.uint8(0x38), scale)
     value = codes.values(scale, "e4m3") * whole
     value = jnp.where(value == 0, jnp.float32(1), value)
     q = codes.nearest(quotient(w, spread(value, format, _matrix(w))), "e2m1")

@@ -46,10 +46,11 @@ def sequences(
     """
     if seq_len < 2:
         raise ConfigError(f"sequences have {seq_len} tokens; use at least 2, 512 is usual")
-    wanted = (NUM_TOKENS if num_tokens is None else num_tokens) // seq_len
+    asked = NUM_TOKENS if num_tokens is None else num_tokens
+    wanted = asked // seq_len
     if wanted < 1:
         raise ConfigError(
-            f"{num_tokens} calibration tokens hold no sequence of {seq_len}; take more tokens or"
+            f"{asked} calibration tokens hold no sequence of {seq_len}; take more tokens or"
             " shorter sequences"
         )
     ids = np.asarray(tokenizer.encode(text, add_bos=False), np.int32)
@@ -58,8 +59,9 @@ def sequences(
     there = len(ids) // length
     if there < (1 if num_tokens is None else wanted):
         raise ConfigError(
-            f"{what} has {len(ids)} tokens, {there} sequences of {seq_len}, and {wanted} were"
-            " asked for; give more text, fewer tokens or shorter sequences"
+            f"{what} has {len(ids)} tokens, {there} sequences of {seq_len}, and at least"
+            f" {1 if num_tokens is None else wanted} must be there; give more text, fewer tokens or"
+            " shorter sequences"
         )
     count = min(there, wanted)
     chosen = np.arange(count) * there // count

@@ -21,6 +21,7 @@ from infer.models import decoder
 from infer.models.params import LayerParams, Params
 from infer.native.repack import Packed
 from infer.quant import rtn
+from infer.quant.formats import PlanarFormat
 from infer.quant.gptq import gptq
 from infer.quant.methods import AWQ, GPTQ, RTN, Method, SmoothQuant
 from infer.quant.qarray import QArray, dequantize
@@ -60,6 +61,8 @@ def quantize(
             that are not finite or cannot be decoded, too little calibration text, a Hessian that
             stays singular.
     """
+    if not isinstance(params, Params):
+        raise ConfigError(f"params is a {type(params).__name__}; pass model.params")
     config = params.config
     _check_decodable(params)
     methods = Recipe.of(method).methods(_shapes(params))
@@ -130,10 +133,13 @@ def _checked_tokens(params: Params, calibration: Any, methods: Mapping[str, Meth
     names = sorted({type(m).__name__ for m in methods.values() if m.calibrated})
     if calibration is None:
         raise ConfigError(
-            f"{' and '.join(names)} look at activations; pass calibration=token ids [N, S], for"
+            f"{' and '.join(names)} needs activations; pass calibration=token ids [N, S], for"
             " example 64 sequences of 512 tokens of text like that of your use"
         )
-    tokens = np.asarray(calibration)
+    try:
+        tokens = np.asarray(calibration)
+    except ValueError:
+        raise ConfigError("calibration is ragged; pass sequences of equal length [N, S]") from None
     if tokens.ndim != 2 or 0 in tokens.shape or not np.issubdtype(tokens.dtype, np.integer):
         raise ConfigError(
             f"calibration is {tokens.dtype}{list(tokens.shape)}; pass integer token ids [N, S]"
@@ -186,6 +192,11 @@ def _embedded(params: Params, tokens: np.ndarray) -> tuple[list[Array], int, dic
 
 def _float(path: str, weight: Any) -> Array:
     """Return a matrix as float32; NaN and infinity are refused."""
+    if isinstance(weight, QArray) and isinstance(weight.format, PlanarFormat):
+        raise ConfigError(
+            f"{path} is {weight.format.name} already, and rounding it again only adds errors; take"
+            " the model that was quantised, or leave this weight out in a recipe"
+        )
     w = dequantize(weight) if isinstance(weight, QArray) else jnp.asarray(weight, jnp.float32)
     if not bool(jnp.isfinite(w).all()):
         raise ConfigError(
@@ -197,14 +208,15 @@ def _float(path: str, weight: Any) -> Array:
 
 def _floats(weights: LayerParams, path: str, methods: Mapping[str, Method]) -> LayerParams:
     """Return the layer with its matrices as float32."""
-    return dataclasses.replace(
-        weights,
-        **{
-            name: _float(f"{path}.{name}", getattr(weights, name))
-            for name in MATRICES
-            if getattr(weights, name) is not None
-        },
+    of = lambda name: (
+        _float(f"{path}.{name}", getattr(weights, name))
+        if name in methods
+        else dequantize(w)
+        if isinstance(w := getattr(weights, name), QArray)
+        else w
     )
+    there = [name for name in MATRICES if getattr(weights, name) is not None]
+    return dataclasses.replace(weights, **{name: of(name) for name in there})
 
 
 # ---- A layer ------------------------------------------------------------------------------------
@@ -268,6 +280,8 @@ def _round(method: Method, path: str, matrix: str, w: Array, seen: Seen | None) 
         inner = _round(method.weights, path, matrix, w, seen)
         act = jnp.maximum(seen.most.max(), 1e-5) / 127 if method.static else None
         format = method.format_for((w.shape[0], w.shape[1]))
+        if inner.perm is not None:
+            format = dataclasses.replace(format, name=f"{format.name}-ORDERED", ordered=True)
         return dataclasses.replace(inner, act_scale=act, format=format)
     if isinstance(method, GPTQ):
         assert seen is not None

@@ -69,12 +69,13 @@ class Recipe:
                 wrong is said at once.
         """
         problems = [
-            f"{pattern!r} matches no matrix; there are embed, lm_head (unless tied) and"
+            f"{pattern!r:.80} matches no matrix; there are embed, lm_head (unless tied) and"
             " layers.<i>.<" + "|".join(MATRICES) + ">"
             for pattern, _ in self.rules
             if not fnmatch.filter(paths, pattern)
         ]
-        found = {}
+        found: dict[str, Method] = {}
+        misfits: dict[str, list[str]] = {}
         for path, shape in paths.items():
             method = self.method_for(path)
             if method is None:
@@ -88,7 +89,11 @@ class Recipe:
             try:
                 method.format_for(shape)
             except ValueError as error:
-                problems.append(f"{path}: {error}")
+                misfits.setdefault(str(error), []).append(path)
+        problems += [
+            f"{named[0]}{f' and {len(named) - 1} others' if len(named) > 1 else ''}: {error}"
+            for error, named in misfits.items()
+        ]
         if not found and not problems:
             problems.append("every matrix stays as it is; give at least one a method")
         if problems:

@@ -21,7 +21,7 @@ def new_folder(to: Path) -> Iterator[Path]:
     """
     check_new(to)
     with parent_of(to):
-        scratch = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
+        scratch = Path(tempfile.mkdtemp(prefix=".infer-", dir=to.parent))
         try:
             yield scratch
             os.chmod(scratch, 0o755)
@@ -34,9 +34,24 @@ def new_folder(to: Path) -> Iterator[Path]:
 
 
 def check_new(to: Path) -> None:
-    """Raise ConfigError if `to` is there and not an empty folder."""
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+    """Raise ConfigError if `to` is there and not an empty folder, or cannot be made."""
+    if "\0" in str(to):
+        raise ConfigError(f"{str(to)!r} has a NUL in it; name a new folder")
+    try:
+        there, is_link = to.exists(), to.is_symlink()
+    except OSError as error:
+        raise ConfigError(f"{str(to)!r:.200}: {error.strerror}; name a new folder") from None
+    if is_link:
+        raise ConfigError(f"{to} is a link; name a new folder")
+    if there and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} is not empty; name a new folder")
+    parent = next(p for p in to.parents if p.exists())
+    if not parent.is_dir():
+        raise ConfigError(f"{parent} is a file, and {to} cannot lie in it; name a new folder")
+    if not os.access(parent, os.W_OK):
+        raise ConfigError(
+            f"{parent} is not writable, so {to} cannot be made; name a folder of yours"
+        )
 
 
 @contextlib.contextmanager

@@ -394,6 +394,7 @@ def _read_packed(place: _Place, files: SafetensorsFolder, panels: bool) -> QArra
             raise WeightFormatError(
                 f"{files.path}: {name} is no order of the {len(values)} inputs: each must come once"
             )
+        _check_finite(files, part, name, values)
         # A copy: a view of the file would change, or end the process, when the file does.
         parts[part] = jnp.array(values, copy=True)
         parts[part].block_until_ready()  # so that one tensor is on its way at a time
@@ -403,6 +404,17 @@ def _read_packed(place: _Place, files: SafetensorsFolder, panels: bool) -> QArra
         with contextlib.suppress(NotImplementedError):
             return repack(weight)
     return weight
+
+
+def _check_finite(files: SafetensorsFolder, part: str, name: str, values: np.ndarray) -> None:
+    """Refuse scales that are NaN or infinite: every product would be."""
+    if part in ("data", "zero", "perm", "scale.codes") or values.dtype == np.uint8:
+        return
+    if not np.isfinite(values.astype(np.float32)).all():
+        raise WeightFormatError(
+            f"{files.path}: {name} has scales that are NaN or infinite; the file is damaged, get it"
+            " again"
+        )
 
 
 def _read_float(

@@ -173,7 +173,7 @@ def of_config(config: Mapping[str, Any], path: str) -> PackedForm | None:
     if not is_own(config):
         return None
     found = config["quantization_config"]
-    if found.get("version") != VERSION:
+    if type(found.get("version")) is not int or found["version"] != VERSION:
         raise WeightFormatError(
             f"{path}: quantization_config has the version {found.get('version')!r:.40}, and this"
             f" version of infer reads {VERSION}; save the model again, or take another infer"

@@ -46,14 +46,20 @@ def test_a_calibrated_method_from_text_to_folder(
     asked += ["--calibration-tokens", "512", "--seq-len", "256", "--out", str(out), "--json"]
     assert main(["quantize", str(source), *asked]) == 0
     printed = capsys.readouterr()
-    assert printed.err == ""
+    assert printed.err.splitlines() == [
+        "infer: 2 calibration sequences; 64 or more are usual, and fewer may give a worse model"
+        " than no calibration",
+        "infer: quantising 2 layers",
+    ]
     found = json.loads(printed.out)
     assert found["stayed"] == {"float32": ["embed"]}
     # 32 x 32, 16 x 32 twice, 32 x 32, 48 x 32 twice, 32 x 48: the last has a column order of 48
     # inputs, the others one of 32.
     weights = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32)
     size = weights // 2 + 2 * weights // 16 + 2 * 4 * (6 * 32 + 48)
-    assert found["packed"] == {"INT4-G16": {"matrices": 14, "weights": weights, "bytes": size}}
+    assert found["packed"] == {
+        "INT4-G16-ORDERED": {"matrices": 14, "weights": weights, "bytes": size}
+    }
     assert found["bits_per_weight"] == pytest.approx(8 * size / weights)
     assert found["calibration"] == {
         "of": "text",
@@ -74,13 +80,13 @@ def test_a_calibrated_method_from_text_to_folder(
 
     assert main(["info", str(out), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["tensor_types"]["INT4-G16"] == {
+    assert said["tensor_types"]["INT4-G16-ORDERED"] == {
         "tensors": 14, "params": weights, "bytes": size,
     }  # fmt: skip
-    assert said["quantisation"]["bits_per_weight"] == {"INT4-G16": found["bits_per_weight"]}
+    assert said["quantisation"]["bits_per_weight"] == {"INT4-G16-ORDERED": found["bits_per_weight"]}
     assert said["quantisation"]["calibration"] == found["calibration"]
     assert said["quantisation"]["stayed"] == {"model.embed_tokens.weight": "F32"}
-    assert said["quantisation"]["formats"]["INT4-G16"]["group"] == 16
+    assert said["quantisation"]["formats"]["INT4-G16-ORDERED"]["group"] == 16
     assert said["num_params"] == found["num_weights"]
     assert main(["info", str(out)]) == 0
     words = capsys.readouterr().out

@@ -158,6 +158,13 @@ def test_a_choice_is_the_likeliest_continuation(model: infer.Model) -> None:
         assert got.models[0].right == 1
 
 
+def test_a_model_of_nan_answers_nothing(model: infer.Model) -> None:
+    norm = jnp.full_like(model.params.final_norm, jnp.nan)
+    broken = dataclasses.replace(model, params=dataclasses.replace(model.params, final_norm=norm))
+    with pytest.raises(RequestError, match="the model gives NaN after"):
+        _run([Choice("q", ("a", "b"), 0)], broken)
+
+
 def test_a_real_run_of_generated_items(model: infer.Model) -> None:
     """A random model knows nothing; it answers all the same, greedily and in slots."""
     items = [*generated_tasks.arithmetic(count=3, shots=1), Continuation("Say", "x")]

@@ -1,5 +1,7 @@
 """Planar weights in panels: the products of the weight that `dequantize` defines."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -87,4 +89,20 @@ def test_what_has_no_kernel_is_refused_by_name() -> None:
         act_order=True,
     )
     with pytest.raises(NotImplementedError, match="order of their own"):
+        repack(q)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": (10**6, 64)},
+        {"data": np.zeros((1, 32), np.uint8)},
+        {"scale": np.ones((1, 2), np.float16)},
+        {"data": np.zeros(64 * 32, np.uint8)},
+        {"zero": np.zeros((16, 2), np.uint8)},
+    ],
+)
+def test_parts_that_do_not_belong_together_never_reach_the_library(change: dict) -> None:
+    q = dataclasses.replace(weight((16, 64), RTN(bits=4, group_size=32)), **change)
+    with pytest.raises(ValueError, match="INT4-G32 of shape"):
         repack(q)

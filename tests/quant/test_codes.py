@@ -35,7 +35,7 @@ def test_packing_is_undone_and_takes_its_bits(bits):
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(WIDTHS), st.lists(st.integers(0, 255), min_size=8, max_size=8))
 def test_any_eight_codes_come_back(bits, numbers):
-    given = np.array(numbers, np.uint8) & ((1 << bits) - 1)
+    given = jnp.asarray(np.array(numbers, np.uint8) & ((1 << bits) - 1))
     np.testing.assert_array_equal(codes.unpack(codes.pack(given, bits), bits, 8), given)
 
 

@@ -2,6 +2,7 @@
 scripts/goldens/quant_*.py made (each holds versions and command under `made`).
 """
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -62,35 +63,48 @@ def high_first(data: np.ndarray) -> np.ndarray:
     return np.stack([data >> 4, data & 15], -1).reshape(data.shape[0], -1)
 
 
+def used(q: QArray) -> np.ndarray:
+    """[8, groups]: whether a group has a number that is not 0."""
+    width = q.format.group or 256
+    return np.abs(inputs().weights()).reshape(8, -1, width).max(-1) > 0
+
+
 @pytest.mark.parametrize("levels", ["nf4", "fp4"])
 def test_four_bits_are_those_of_bitsandbytes(levels):
     want = golden("bitsandbytes")
-    q = NF4(levels=levels, double=False).pack(jnp.asarray(inputs().weights()))
-    assert equal(scales(q), want[f"{levels}_plain.absmax"].reshape(8, 4)) == 1
-    # bitsandbytes multiplies by 1 / absmax, rounded, where we divide; FP4 has two codes of zero.
-    ours, theirs = codes_of(q), high_first(want[f"{levels}_plain.data"])
-    table = codes.LEVELS[levels]
-    assert equal(table[ours], table[theirs]) == 1
+    w = inputs().weights()
+    q = NF4(levels=levels, double=False).pack(jnp.asarray(w))
+    absmax = want[f"{levels}_plain.absmax"].reshape(8, 4)
+    assert equal(np.asarray(scales(q))[used(q)], absmax[used(q)]) == 1  # of zeros it is 1, not 0
+    ours, theirs = np.asarray(dequantize(q)), want[f"{levels}_plain.values"]
     if levels == "nf4":
-        assert equal(ours, theirs) == 1
-    np.testing.assert_array_equal(dequantize(q), want[f"{levels}_plain.values"])
+        assert equal(codes_of(q), high_first(want["nf4_plain.data"])) == 1
+        np.testing.assert_array_equal(ours, theirs)
+    else:  # two codes of zero; and bitsandbytes' quotient, a product with 1 / absmax, breaks ties
+        rest = np.arange(8) != 3
+        np.testing.assert_array_equal(ours[rest], theirs[rest])
+        assert equal(ours[3], theirs[3]) > 0.85
+        np.testing.assert_allclose(np.abs(ours - w)[3], np.abs(theirs - w)[3], atol=1e-6)
 
 
 @pytest.mark.parametrize("levels", ["nf4", "fp4"])
 def test_double_quantisation_is_that_of_bitsandbytes(levels):
     want = golden("bitsandbytes")
-    q = NF4(levels=levels).pack(jnp.asarray(inputs().weights()))
+    w = inputs().weights()
+    q = NF4(levels=levels).pack(jnp.asarray(w))
     name = f"{levels}_double"
     np.testing.assert_array_equal(codes.DYNAMIC, want[f"{name}.nested_map"])
     np.testing.assert_allclose(q.scale.offset, want[f"{name}.offset"], rtol=1e-6)
     np.testing.assert_allclose(q.scale.absmax, want[f"{name}.nested_absmax"], rtol=1e-6)
     assert equal(q.scale.codes, want[f"{name}.absmax"].reshape(8, 4)) == 1
     # Here the rule differs: bitsandbytes takes the codes under the scale as it was before its own
-    # rounding, we under the one that is stored.  Ours can only be nearer.
-    w = inputs().weights()
+    # rounding, we under the one that is stored, which can only be nearer.
     ours, theirs = np.asarray(dequantize(q)), want[f"{name}.values"]
-    assert np.mean((ours - w) ** 2) <= np.mean((theirs - w) ** 2)
-    assert equal(codes_of(q), high_first(want[f"{name}.data"])) > 0.8
+    error, other = (np.mean((x.astype(np.float64) - w) ** 2) for x in (ours, theirs))
+    assert error <= other
+    # Their codes under our scales are their numbers: the rest of the law is the same.
+    coded = codes.pack(jnp.asarray(high_first(want[f"{name}.data"])), 4)
+    np.testing.assert_allclose(dequantize(dataclasses.replace(q, data=coded)), theirs, rtol=2e-5)
 
 
 def test_int8_rows_are_those_of_bitsandbytes():
@@ -111,9 +125,11 @@ def test_the_product_of_llm_int8_is_that_of_bitsandbytes():
     # Column 3 is an outlier of every token: there both take the same entries out.  Column 200 is
     # one of two tokens: bitsandbytes takes it out of the int8 product for all of them.
     exact = x @ np.asarray(dequantize(q)).T
-    size = np.abs(exact).mean()
-    assert np.abs(ours - want).max() < 0.05 * size
-    assert np.abs(ours - exact).max() < 0.05 * size
+    ours, theirs = (np.sqrt(np.mean((y - exact) ** 2, 0)) for y in (ours, want))
+    assert np.all(ours < 0.03 * np.sqrt(np.mean(exact**2, 0)))
+    # Errors far below the rounding of float16, in which theirs are given, say nothing.
+    np.testing.assert_allclose(ours, theirs, rtol=0.5, atol=1e-5)
+    assert np.mean(ours) < 1.05 * np.mean(theirs)
 
 
 # ---- torchao and ModelOpt -----------------------------------------------------------------------
@@ -136,17 +152,18 @@ def test_nvfp4_is_that_of_modelopt():
     want = golden("modelopt")
     q = NVFP4().pack(jnp.asarray(inputs().weights()))
     np.testing.assert_array_equal(q.global_scale, want["nvfp4.global"])
-    used = np.abs(inputs().weights()).reshape(8, 16, 16).max(-1) > 0
-    assert equal(np.asarray(q.scale)[used], want["nvfp4.scale"][used]) == 1
-    assert equal(codes_of(q), high_first(want["nvfp4.data"])[:, [1, 0]].reshape(8, -1)) == 1
+    assert equal(q.scale, want["nvfp4.scale"]) == 1
+    theirs = np.stack([want["nvfp4.data"] & 15, want["nvfp4.data"] >> 4], -1).reshape(8, 256)
+    assert equal(codes_of(q), theirs) == 1
 
 
 def test_nvfp4_is_nearly_that_of_torchao():
     want = golden("torchao")
     q = NVFP4().pack(jnp.asarray(inputs().weights()))
-    # torchao multiplies by reciprocals, and keeps scales from 2^-6 on: small numbers differ.
-    assert equal(q.scale, want["nvfp4.scale"]) > 0.5
+    # torchao multiplies by reciprocals, and its least scale is 2^-6, that of zeros too.
     same = np.asarray(q.scale) == want["nvfp4.scale"]
+    least = np.abs(inputs().weights()).reshape(8, 16, 16).max(-1) < 6 * 2**-6 * q.global_scale
+    assert same[~least].all()
     theirs = np.stack([want["nvfp4.data"] & 15, want["nvfp4.data"] >> 4], -1).reshape(8, 256)
     where = np.repeat(same, 16, 1)
     assert equal(codes_of(q)[where], theirs[where]) >= 0.999
@@ -168,13 +185,13 @@ def test_integers_are_those_of_compressed_tensors(bits, group, symmetric):
         scale_dtype="float32",
     )
     q = method.pack(jnp.asarray(inputs().weights()))
-    used = np.abs(inputs().weights()).reshape(8, q.scale.shape[1], -1).max(-1) > 0
+    some = used(q)
     # A group of zeros: their scale is eps and their zero point 0 / 0, ours are 1 and 0.
-    assert equal(np.asarray(q.scale)[used], want[f"{name}.scale"][used]) == 1
+    assert equal(np.asarray(q.scale)[some], want[f"{name}.scale"][some]) == 1
     if not symmetric:
-        assert equal(np.asarray(q.zero)[used], want[f"{name}.zero"][used]) == 1
-    used = np.repeat(used, 256 // q.scale.shape[1], 1) | symmetric
-    assert equal(codes_of(q)[used], want[f"{name}.codes"][used]) == 1
+        assert equal(np.asarray(q.zero)[some], want[f"{name}.zero"][some]) == 1
+    some = np.repeat(some, 256 // q.scale.shape[1], 1) | symmetric
+    assert equal(codes_of(q)[some], want[f"{name}.codes"][some]) == 1
 
 
 def test_eight_bit_floats_are_those_of_compressed_tensors():

@@ -296,8 +296,19 @@ def test_a_quotient_is_rounded_once():
     scale = np.abs(a).max(1, keepdims=True) / np.float32(7)
     for b in (7.5, 57344.0, scale):
         want = a / np.float32(b)
+        x = jnp.asarray(a)
         constant = jax.jit(lambda a, b=b: rtn.quotient(a, b))
-        for got in (rtn.quotient(a, b), jax.jit(rtn.quotient)(a, b), constant(a)):
+        for got in (rtn.quotient(x, b), jax.jit(rtn.quotient)(x, b), constant(x)):
             np.testing.assert_array_equal(got, want)
     ends = jnp.asarray([np.inf, -np.inf, np.nan, 0], jnp.float32)
     np.testing.assert_array_equal(rtn.quotient(ends, 3.0), ends)
+
+
+def test_a_group_of_nvfp4_far_below_the_others_keeps_its_largest_numbers():
+    # The scale that would be right, 0.4 * 2^-9, is stored as 2^-9 and not as 0.
+    w = np.zeros((1, 32), np.float32)
+    w[0, 0] = 6 * 448  # global scale 1
+    w[0, 16:19] = np.float32(6 * 0.4 * 2**-9) * np.array([1, -0.5, 0.01], np.float32)
+    q = NVFP4().pack(jnp.asarray(w))
+    assert float(q.global_scale) == 1 and q.scale.tolist() == [[0x7E, 1]]
+    np.testing.assert_array_equal(dequantize(q)[0, 16:19] * 2**9, [2, -1, 0])

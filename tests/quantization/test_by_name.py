@@ -148,7 +148,10 @@ def test_sequences_are_spread_over_the_text() -> None:
     [
         ({"seq_len": 1}, "sequences have 1 tokens; use at least 2"),
         ({"num_tokens": 9, "seq_len": 10}, "9 calibration tokens hold no sequence of 10"),
-        ({"num_tokens": 4000, "seq_len": 10}, "x has 30 tokens, 3 sequences of 10, and 400 were"),
+        (
+            {"num_tokens": 4000, "seq_len": 10},
+            "x has 30 tokens, 3 sequences of 10, and at least 400",
+        ),
         ({"seq_len": 40}, "x has 30 tokens, 0 sequences of 40"),
     ],
 )

@@ -21,6 +21,7 @@ from infer.quantization import Recipe, quantize
 from infer.quantization.recipe import readers
 from infer.quantization.scaling import can_scale, scale_input
 from tests.models.tiny import NUM_TOKENS, llama, llama_config
+from tests.typecheck import unchecked
 
 MODELS: dict[str, dict[str, object]] = {
     "gqa-tied": {},
@@ -177,8 +178,6 @@ def test_a_recipe_says_what_stays():
         ({"embed": GPTQ(group_size=16)}, "embed cannot take GPTQ, which is calibrated"),
         ({"layers.*": RTN(group_size=128)}, "group_size 128 does not divide the width 32"),
         ({"layers.*": None}, "every matrix stays as it is; give at least one a method"),
-        ({"layers.*": 4}, "'layers.*': 4 is no rule; a recipe maps patterns"),
-        (4, "a recipe is a int; pass a method"),
         (
             {"layers.*.q": AWQ(group_size=16), "layers.*": RTN(group_size=16)},
             "layers.0: q, k, v read one input, which AWQ scales, so they need the same method",
@@ -186,8 +185,21 @@ def test_a_recipe_says_what_stays():
     ],
 )
 def test_recipes_that_cannot_be(recipe, message):
-    with pytest.raises(ConfigError, match=message.replace("'layers.*':", r"'layers\.\*':")):
+    with pytest.raises(ConfigError, match=message):
         quantize(llama(), recipe, text() if "AWQ" in message or "GPTQ" in message else None)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"layers.*": 4}, r"'layers\.\*': 4 is no rule; a recipe maps patterns"),
+        ({7: None}, r"7: None is no rule"),
+        (4, "a recipe is a int; pass a method"),
+    ],
+)
+def test_what_is_no_recipe(given, message):
+    with pytest.raises(ConfigError, match=message):
+        Recipe.of(given)
 
 
 def test_the_first_pattern_that_matches_holds():
@@ -202,7 +214,7 @@ def test_the_first_pattern_that_matches_holds():
 @pytest.mark.parametrize(
     "calibration, message",
     [
-        (None, "GPTQ look at activations; pass calibration=token ids"),
+        (None, "GPTQ needs activations; pass calibration=token ids"),
         (np.zeros((4, 8)), r"calibration is float64\[4, 8\]; pass integer token ids \[N, S\]"),
         (np.zeros(64, int), r"calibration is int64\[64\]; pass integer token ids"),
         (np.full((4, 16), NUM_TOKENS), "has ids from 90 to 90; the model knows 0 to 89"),
@@ -250,3 +262,33 @@ def test_one_token_over_and_over_is_damped_or_refused():
         quantize(llama(), GPTQ(group_size=16, damping=1e-12), same)
     except ConfigError as error:
         assert "the Hessian stays singular" in str(error)
+
+
+def test_what_is_quantised_is_not_quantised_again():
+    once = quantize(model("gqa-tied"), {"layers.0.*": RTN(bits=8, group_size="channel")})
+    with pytest.raises(ConfigError, match=r"layers\.0\.q is INT8 already"):
+        quantize(once, RTN(bits=4, group_size="channel"))
+    rest = quantize(once, {"layers.1.*": RTN(bits=4, group_size="channel")})
+    assert rest.layers[0].q.format.name == "INT8" and rest.layers[1].q.format.name == "INT4"
+
+
+def test_a_model_is_no_params():
+    with unchecked(), pytest.raises(ConfigError, match=r"params is a dict; pass model\.params"):
+        quantize({}, RTN())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: RTN(bits=4.0), "bits is 4.0; use 8"),  # type: ignore[arg-type]
+        (lambda: RTN(bits=np.int64(4)), r"bits is .*4.*; use 8"),
+        (lambda: RTN(symmetric="no"), "symmetric is 'no'; use True, False"),  # type: ignore[arg-type]
+        (lambda: GPTQ(damping=None), "damping is None; use a number"),  # type: ignore[arg-type]
+        (lambda: SmoothQuant(alpha=None), "alpha is None; use a number"),  # type: ignore[arg-type]
+        (lambda: NF4(group_size="tensor"), "group_size is 'tensor'; use a number"),  # type: ignore[arg-type]
+        (lambda: RTN(group_size=True), "group_size is True"),
+    ],
+)
+def test_options_of_another_type(make, message):
+    with unchecked(), pytest.raises(ConfigError, match=message):
+        make()

@@ -275,8 +275,10 @@ TENSORS = {
                             "scale is either one tensor, or codes, absmax and offset"),
     "a dtype JAX has not": (lambda a: a.update({f"{Q}.scale": np.zeros((32, 2), np.complex64)}),
                             f"{Q}: "),
-    "no order": (lambda a: a.update({f"{Q}.perm": np.zeros(32, np.int32)}),
-                 "perm is no order of the 32 inputs"),
+    "an order that is not said": (lambda a: a.update({f"{Q}.perm": np.zeros(32, np.int32)}),
+                                  rf"{Q}: .*perm has no place in this format"),
+    "scales of NaN": (lambda a: a.update({f"{Q}.scale": np.full((32, 2), np.nan, np.float16)}),
+                      f"{Q}.scale has scales that are NaN or infinite"),
     "a float weight is missing": (lambda a: a.pop("model.norm.weight") is None,
                                   "model.norm.weight is missing"),
     "a float weight of bytes": (lambda a: a.update({"model.norm.weight": np.zeros(32, np.uint8)}),
@@ -291,6 +293,44 @@ def test_tensors_that_are_not_what_is_said(case: str, folder: Path, tmp_path: Pa
     with pytest.raises(WeightFormatError, match=message) as raised:
         infer.load(path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda a, name: a.pop(name), "perm is missing; it must be int32"),
+        (lambda a, name: a.update({name: np.zeros(32, np.int32)}), "perm is no order of the 32"),
+    ],
+)
+def test_an_order_is_whole_and_there(
+    change: Any, message: str, packed: Params, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    q = packed.layers[0].q
+    format = dataclasses.replace(q.format, ordered=True)
+    order = jnp.asarray(np.random.default_rng(0).permutation(32), jnp.int32)
+    turned = dataclasses.replace(q, perm=order, format=format)
+    layer = dataclasses.replace(packed.layers[0], q=turned)
+    params = dataclasses.replace(packed, layers=(layer, *packed.layers[1:]))
+    infer.save(params, tmp_path / "a", tokenizer=tokenizer)
+    path = _rewritten(tmp_path / "a", tmp_path / "b", lambda a: change(a, f"{Q}.perm"))
+    with pytest.raises(WeightFormatError, match=message):
+        infer.load(path)
+
+
+def test_a_place_that_cannot_be_is_refused_first(
+    packed: Params, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for place, message in (
+        (tmp_path / "link", "is a link"),
+        (tmp_path / "file" / "m", "file is a file"),
+        (tmp_path / "a\0b", "NUL"),
+        (tmp_path / ("n" * 300), "name a new folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            infer.save(packed, place, tokenizer=tokenizer)
+    infer.save(packed, tmp_path / ("n" * 250), tokenizer=tokenizer)  # as long as Linux takes
 
 
 def _with(**fields: Any) -> Any:

@@ -84,9 +84,12 @@ template <typename F>
 void for_columns(const Block* blocks, int count, int columns, int64_t macs_of_unit, F&& f) {
   const Block* const end_of_blocks = blocks + count;
   const Block& last = end_of_blocks[-1];
+  int most = 0;
+  for (const Block* b = blocks; b != end_of_blocks; ++b) most = std::max(most, b->count);
   parallel_for(
       static_cast<int>((last.before + last.cost()) * columns),
       [&](int begin, int end) {
+        const TilesFor tiles(kernels(), most);
         const Block* b = std::upper_bound(blocks, end_of_blocks, begin,
                                           [&](int unit, const Block& block) {
                                             return unit < block.before * columns;

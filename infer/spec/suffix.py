@@ -1,0 +1,102 @@
+"""Suffix decoding: the likeliest continuation, by count, of the longest suffix seen before.
+
+All earlier occurrences of the longest suffix (at most `max_depth` tokens) vote for the next token;
+those that agree with the most frequent one vote for the token after it, and so on.  The share of
+votes is the estimated probability of a draft, their product that of all drafts up to it.  Drafting
+ends when the product falls below `min_token_prob`, or after `spec_factor` times as many drafts as
+tokens matched: a longer match earns longer drafts.
+
+Source: Oliaro et al., SuffixDecoding, section 3, arXiv:2411.04975.  There the counts come from a
+suffix tree, of earlier requests too, and shorter matches compete by score; here from a scan of the
+sequence itself, which needs no state.  Of equally frequent tokens the one that stood there latest
+is taken.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Int
+
+from infer.spec.context import Context, Drafts
+from infer.spec.ngram import check_drafts, match_lengths
+
+
+def suffix_drafts(
+    context: Context,
+    *,
+    k: int,
+    max_depth: int = 24,
+    min_match: int = 1,
+    spec_factor: float = 1.0,
+    min_token_prob: float = 0.1,
+) -> Drafts:
+    """Return up to k drafts for each sequence.
+
+    Args:
+        context: the sequences.
+        k: drafts at most; at least 1.
+        max_depth: tokens of the suffix that are compared at most; at least `min_match`.
+        min_match: tokens that must match; at least 1.
+        spec_factor: drafts a matched token; above 0.
+        min_token_prob: least estimated probability that all drafts up to one stand; 0 to 1.
+
+    Raises:
+        ValueError: a parameter out of range.
+    """
+    check_drafts(k)
+    _check(max_depth, min_match, spec_factor, min_token_prob)
+    matched = match_lengths(context, max_depth)
+    longest = jnp.max(matched, axis=1)
+    most = jnp.floor(spec_factor * longest.astype(jnp.float32)).astype(jnp.int32)
+    going = longest >= min_match
+    voters = matched == longest[:, None]
+    chance = jnp.ones(longest.shape, jnp.float32)
+    tokens, count = [], jnp.zeros_like(longest)
+    for i in range(k):
+        following = jnp.roll(context.tokens, -(i + 1), axis=1)
+        at = jnp.arange(voters.shape[1], dtype=jnp.int32)[None, :] + (i + 1)
+        voters = voters & (at < context.lengths[:, None])
+        token, share = _most_frequent(following, voters)
+        chance = chance * share
+        going = going & (i < most) & (share > 0) & (chance >= min_token_prob)
+        tokens.append(jnp.where(going, token, 0))
+        count = count + going.astype(jnp.int32)
+        voters = voters & (following == token[:, None])
+    return Drafts(tokens=jnp.stack(tokens, axis=1), count=count)
+
+
+def _most_frequent(
+    tokens: Int[Array, "B S"], voters: Bool[Array, "B S"]
+) -> tuple[Int[Array, " B"], Array]:
+    """Return the token that most voters have, the latest of equals, and its share of the votes;
+    share 0 where there is no voter.
+    """
+    size = tokens.shape[1]
+    # Sorted with voters in front, equal tokens are neighbours: a vote is counted without [B, V].
+    order = jnp.lexsort((jnp.where(voters, tokens, 0), ~voters), axis=1)
+    ordered = jnp.take_along_axis(tokens, order, axis=1)
+    valid = jnp.take_along_axis(voters, order, axis=1)
+    column = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None, :], ordered.shape)
+    begins = (ordered != jnp.roll(ordered, 1, axis=1)) | (column == 0)
+    first = lax.cummax(jnp.where(begins, column, 0), axis=1)
+    votes = jnp.where(valid, column - first + 1, 0)
+    top = jnp.max(votes, axis=1)
+    # A stable sort keeps positions in order: of equal votes, the run whose last voter is latest.
+    latest = jnp.argmax(jnp.where(votes == top[:, None], order, -1), axis=1)
+    token = jnp.take_along_axis(ordered, latest[:, None], axis=1)[:, 0]
+    total = jnp.sum(voters, axis=1, dtype=jnp.int32)
+    share = top.astype(jnp.float32) / jnp.maximum(total, 1).astype(jnp.float32)
+    return token, share
+
+
+def _check(max_depth: int, min_match: int, spec_factor: float, min_token_prob: float) -> None:
+    if not 1 <= min_match <= max_depth:
+        raise ValueError(
+            f"min_match is {min_match} and max_depth {max_depth}; 1 <= min_match <= max_depth: "
+            "the shortest and the longest suffix that is looked for"
+        )
+    if not spec_factor > 0:
+        raise ValueError(
+            f"spec_factor is {spec_factor}; it must be above 0: drafts a matched token"
+        )
+    if not 0 <= min_token_prob <= 1:
+        raise ValueError(f"min_token_prob is {min_token_prob}; it is a probability, 0 to 1")
