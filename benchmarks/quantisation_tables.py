@@ -56,28 +56,31 @@ def write(results: Path) -> None:
 
 
 def table(lines: Lines, speeds: dict[str, dict[str, float]]) -> str:
-    """Return one row a method, best divergence first within equal bits.
+    """Return one row a method, best divergence first within equal whole bits.
 
     Args:
         lines: the quality of each method.
         speeds: ratios to float32 by method, of those that were timed.
     """
     texts = list(lines[0]["texts"])
-    rows = [
-        "| method | bits | MB | PPL ratio [95%] | KL | top-1 | "
-        + " | ".join(f"ratio {name}" for name in texts)
-        + " | prefill | batch 1 | batch 32 |",
-        "|---|" + "---|" * (8 + len(texts)),
-    ]
-    for line in sorted(lines, key=lambda x: (-round(x["bits_per_weight"]), x["overall"]["kl"])):
+    columns = ["method", "bits", "MB", "PPL ratio [95%]", "KL", "top-1"]
+    columns += [f"ratio {name}" for name in texts]
+    columns += ["prefill", "batch 1", "batch 32"] if speeds else []
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for line in sorted(lines, key=lambda x: (-int(x["bits_per_weight"]), x["overall"]["kl"])):
         whole = line["overall"]
         ratio, low, high = whole["ratio"]
-        by_text = " | ".join(f"{line['texts'][name]['ratio'][0]:.3f}" for name in texts)
-        rows.append(
-            f"| {line['method']} | {line['bits_per_weight']:.3g} | {line['bytes'] / 1e6:.0f} | "
-            f"{ratio:.3f} [{low:.3f}, {high:.3f}] | {whole['kl']:.4f} | {whole['top1']:.1%} | "
-            f"{by_text} | {_speeds(speeds, line['method'])} |"
-        )
+        cells = [
+            line["method"],
+            f"{line['bits_per_weight']:.3g}",
+            f"{line['bytes'] / 1e6:.0f}",
+            f"{ratio:.3f} [{low:.3f}, {high:.3f}]",
+            f"{whole['kl']:.4f}",
+            f"{whole['top1']:.1%}",
+            *(f"{line['texts'][name]['ratio'][0]:.3f}" for name in texts),
+            *(_speeds(speeds, line["method"]) if speeds else []),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
     first = lines[0]
     bases = [f"{name} {first['texts'][name]['base_perplexity']:.2f}" for name in texts]
     rows += [
@@ -85,17 +88,21 @@ def table(lines: Lines, speeds: dict[str, dict[str, float]]) -> str:
         f"Float32 takes {first['float_bytes'] / 1e6:.0f} MB; its perplexity is "
         f"{first['overall']['base_perplexity']:.2f} ({', '.join(bases)}). "
         f"{first['overall']['num_windows']} windows of {first['context']} tokens, the second half "
-        "of each scored. MB: the whole model; embedding and head stay in float32. Speeds are times "
-        "those of float32 in the same native operations (medians of rounds in turns).",
+        "of each scored; float32 is the bundled 4-bit file decoded. MB: the whole model; embedding "
+        "and head stay in float32."
+        + (
+            " Speeds are times those of float32 in the same native operations (medians of rounds"
+            " in turns)."
+            if speeds
+            else ""
+        ),
     ]
     return "\n".join(rows)
 
 
-def _speeds(speeds: dict[str, dict[str, float]], method: str) -> str:
-    if method not in speeds:
-        return "- | - | -"
+def _speeds(speeds: dict[str, dict[str, float]], method: str) -> list[str]:
     names = ("prefill", "decode_1", "decode_32")
-    return " | ".join(f"{speeds[method][n]:.2f}" for n in names)
+    return [f"{speeds[method][n]:.2f}" if method in speeds else "-" for n in names]
 
 
 def pairs(lines: Lines) -> str:

@@ -90,7 +90,7 @@ def test_a_calibrated_method_from_text_to_folder(
     assert said["num_params"] == found["num_weights"]
     assert main(["info", str(out)]) == 0
     words = capsys.readouterr().out
-    assert "INT4-G16: 4-bit integers, a float16 scale for each 16 weights" in words
+    assert "INT4-G16-ORDERED: 4-bit integers, a float16 scale for each 16 weights" in words
     assert "stays          model.embed_tokens.weight (F32)" in words
     assert f"512 tokens, sha256 of the text {found['calibration']['sha256']}" in words
 
