@@ -7,6 +7,8 @@ norm before, the gate between, the residual after.  A `Packed` weight has no pla
 
 import contextlib
 import contextvars
+import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
@@ -79,10 +81,11 @@ def linear_f32(
     seen = _observed.get()
     if seen is not None:
         seen.append((weight, x))
-    choice.record(choice.Choice("linear", "xla", "the weights are not packed for another"))
     if isinstance(weight, QArray):
-        y = quantized_product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+        rows = x.reshape(-1, x.shape[-1])
+        y = _packed_product(rows, weight, implementation).reshape(*x.shape[:-1], -1)
     else:
+        choice.record(choice.Choice("linear", "xla", "the weights are not packed for another"))
         # HIGHEST: a float32 model asks for float32 products, not the GPU's TF32; other dtypes
         # ignore it.
         y = jnp.einsum(
@@ -95,6 +98,38 @@ def linear_f32(
     if bias is not None:
         y = y + bias.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))
     return y
+
+
+# Rows from which decoding a whole tile of the weight and one large product is thought to be faster.
+_MOST_ROWS = 64
+
+
+def _packed_product(
+    x: Float[Array, "T I"], weight: QArray, implementation: str | None
+) -> Float[Array, "T O"]:
+    """Return x @ weight.T in float32, on a GPU in the kernel that decodes in registers."""
+
+    def kernel(x: Array, weight: QArray, interpret: bool = False) -> Array:
+        from infer.pallas.quantized_matmul import quantized_matmul
+
+        if weight.perm is not None:  # the codes stay in their order, and the activations take it
+            x = jnp.take(x, weight.perm, axis=1)
+            format = dataclasses.replace(weight.format, ordered=False)  # type: ignore[call-arg]
+            weight = dataclasses.replace(weight, perm=None, format=format)
+        return quantized_matmul(x, weight, interpret=interpret)
+
+    few = x.shape[0] <= _MOST_ROWS and x.dtype.itemsize == 2
+    return choice.choose(
+        "linear",
+        (x, weight),
+        xla=quantized_product,
+        kernels={
+            "triton": choice.with_xla_gradient(kernel, quantized_product),
+            "interpret": functools.partial(kernel, interpret=True),
+        },
+        preferred=("triton",) if few else (),
+        implementation=implementation,
+    )
 
 
 def linears(
