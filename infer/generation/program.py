@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from infer.generation.forward import through_layers
 from infer.generation.slots import admit, begin_forks, retire
 from infer.generation.state import (
     Finish,
@@ -38,6 +37,7 @@ from infer.generation.state import (
     unfinished,
 )
 from infer.models import decoder
+from infer.models.paged_forward import through_layers
 from infer.models.params import Params
 from infer.ops.sample import logsumexp, process_logits, sample
 from infer.pytree import Leaf, pytree_dataclass

@@ -43,7 +43,7 @@ def suffix_drafts(
         ValueError: a parameter out of range.
     """
     check_drafts(k)
-    _check(max_depth, min_match, spec_factor, min_token_prob)
+    check_options(max_depth, min_match, spec_factor, min_token_prob)
     matched = match_lengths(context, max_depth)
     longest = jnp.max(matched, axis=1)
     most = jnp.floor(spec_factor * longest.astype(jnp.float32)).astype(jnp.int32)
@@ -88,7 +88,10 @@ def _most_frequent(
     return token, share
 
 
-def _check(max_depth: int, min_match: int, spec_factor: float, min_token_prob: float) -> None:
+def check_options(
+    max_depth: int, min_match: int, spec_factor: float, min_token_prob: float
+) -> None:
+    """Raise ValueError for a parameter of `suffix_drafts` that is out of range."""
     if not 1 <= min_match <= max_depth:
         raise ValueError(
             f"min_match is {min_match} and max_depth {max_depth}; 1 <= min_match <= max_depth: "
