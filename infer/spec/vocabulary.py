@@ -94,7 +94,9 @@ def of_tokenizers(
     ids = (draft.unk_id, draft.pad_id, *draft.eos_ids)
     missing = next((i for i in ids if i is not None), 0)
     return intersect(
-        _contents(draft, target, draft_width), _contents(target, draft, target_width), missing=missing
+        _contents(draft, target, draft_width),
+        _contents(target, draft, target_width),
+        missing=missing,
     )
 
 
