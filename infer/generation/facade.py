@@ -22,6 +22,7 @@ from infer.generation.pure import generate_pure
 from infer.generation.saved import StreamState
 from infer.models.params import Params
 from infer.sampling import SamplingParams, SamplingState
+from infer.spec.drafters import Drafter
 
 
 class TextStream(Iterator[str]):
@@ -68,6 +69,7 @@ def generate(
     implementation: str | None = None,
     command_buffers: bool = True,
     kv_dtype: DTypeLike | None = None,
+    draft: Drafter | None = None,
     device: DeviceLike = None,
 ) -> Any:
     """Generate from every prompt: prefill, decode, sampling and refill of slots in one compiled
@@ -104,6 +106,10 @@ def generate(
         kv_dtype: of cached keys and values: float32, bfloat16 or float16, as a name or a dtype;
             None is the dtype of the activations.  Half the bytes are read at each step of a long
             sequence; float16 holds numbers up to 65,504.
+        draft: speculation: a drafter, such as `infer.spec.NGram(k=4)`, proposes several tokens, and
+            the model judges them in one pass.  Greedy tokens stay what they are; drawn ones keep
+            their distribution, and with rule="coupled" stay what they are too.  None decodes token
+            by token.  `stats["acceptance_rate"]` says how many of the drafts stood.
         device: where this call runs: a jax.Device, "cpu", "gpu", or one of several like "cpu:1".
             Weights that lie elsewhere are copied there for this call, `stats["bytes_moved"]` says
             how many bytes; before many calls move them once, with `jax.device_put`.  None runs
@@ -128,8 +134,9 @@ def generate(
         implementation=implementation,
         command_buffers=command_buffers,
         kv_dtype=kv_dtype,
+        draft=draft,
     )
-    if _is_traced(params, prompts, prompt_lens, sampling, key):
+    if _is_traced(params, prompts, prompt_lens, sampling, key, draft):
         if device is not None:
             raise ConfigError(
                 f"device={str(device)!r} inside a trace; there the caller's jit places the "
@@ -200,8 +207,8 @@ def stream(
         state: `TextStream.state` of an earlier stream.  What it holds of the prompt, such as the
             conversation so far, is not computed again.
         device: as in `generate`.
-        **options: `generate`'s num_slots, page_size, num_pages, prefill_chunk and
-            logprobs_mode.
+        **options: `generate`'s num_slots, page_size, num_pages, prefill_chunk, logprobs_mode and
+            draft.
     """
     run_options = RunOptions(**options)
     if sampling is not None and sampling.n > 1:

@@ -38,6 +38,7 @@ from infer.generation.text import RowText
 from infer.models.params import Params
 from infer.ops.choice import recording
 from infer.sampling import GREEDY_BELOW, SamplingParams
+from infer.spec.drafters import Drafter
 
 PROGRAM = "generate"
 _FOREVER = np.int32(2**31 - 1)
@@ -51,6 +52,7 @@ def traced_run(
     state: State,
     max_turns: Array,
     until_first: Array,
+    drafter: Drafter | None = None,
     *,
     caps: Caps,
 ) -> State:
@@ -64,10 +66,11 @@ def traced_run(
             max_turns,
             until_first,
             lanes=caps.lanes,
+            drafter=drafter,
             processed_logprobs=caps.processed_logprobs,
             implementation=caps.implementation,
         )
-    _choices[_program_key(params, caps)] = {c.op: c.implementation for c in choices}
+    _choices[_program_key(params, drafter, caps)] = {c.op: c.implementation for c in choices}
     return state
 
 
@@ -75,8 +78,8 @@ def traced_run(
 _choices: dict[Any, dict[str, str]] = {}
 
 
-def _program_key(params: Params, caps: Caps) -> Any:
-    return jax.tree.structure(params), str(params.dtype), caps
+def _program_key(params: Params, drafter: Drafter | None, caps: Caps) -> Any:
+    return jax.tree.structure((params, drafter)), str(params.dtype), caps
 
 
 def _in_a_word(ran: dict[str, str]) -> str:
@@ -96,21 +99,29 @@ def run_program(
     state: State,
     max_turns: Array,
     until_first: Array,
+    drafter: Drafter | None = None,
     *,
     caps: Caps,
 ) -> State:
     """Call the compiled program of `caps`; `state` is donated."""
     program = _run_as_graph if caps.command_buffers else _run_plain
-    return program(params, requests, state, max_turns, until_first, caps=caps)
+    return program(params, requests, state, max_turns, until_first, drafter, caps=caps)
 
 
 _finish = jax.jit(finish_rows, donate_argnames="state")
 
 
 @functools.partial(jax.jit, static_argnames=("caps", "pad_id"))
-def start(params: Params, requests: Requests, *, caps: Caps, pad_id: int) -> State:
+def start(
+    params: Params,
+    requests: Requests,
+    drafter: Drafter | None = None,
+    *,
+    caps: Caps,
+    pad_id: int,
+) -> State:
     """Return the state before the first turn."""
-    return prepare.fresh_state(params, requests, caps, pad_id)
+    return prepare.fresh_state(params, requests, caps, pad_id, drafter)
 
 
 class Job:
@@ -124,12 +135,13 @@ class Job:
         caps: Caps,
         tokenizer: TextCodec | None,
         seed: int | None,
+        drafter: Drafter | None = None,
     ) -> None:
-        self.params, self.rows = params, rows
+        self.params, self.rows, self.drafter = params, rows, drafter
         self.requests, self.caps, self.seed = requests, caps, seed
         pad_id = tokenizer.pad_id if tokenizer else None
         self.pad_id = 0 if pad_id is None else pad_id
-        self.state = start(params, requests, caps=caps, pad_id=self.pad_id)
+        self.state = start(params, requests, drafter, caps=caps, pad_id=self.pad_id)
         self.text = None if tokenizer is None else [RowText(tokenizer, r.sampling) for r in rows]
         self.compile_s = self.ttft_s = self.decode_s = 0.0
         self.compiles = 0
@@ -171,9 +183,16 @@ class Job:
         slots = options.slots(requests_cap)
         pages_per_row = int(paged.pages_for(prompt_cap + new_cap, options.page_size))
         pages = options.num_pages or slots * pages_per_row
+        drafter, models = options.draft, (config,)
+        if drafter is not None:
+            prepare.check_draft(drafter, config, pages, options.page_size)
+            models = (config, *drafter.cached(config))
         check_memory(
             f"a page pool of {pages} pages of {options.page_size} tokens",
-            pool_bytes(config, pages, options.page_size, options.kv_dtype or params.dtype),
+            sum(
+                pool_bytes(model, pages, options.page_size, options.kv_dtype or params.dtype)
+                for model in models
+            ),
             "lower num_slots, num_pages or max_tokens",
         )
         rows.check_pool(todo, options.page_size, pages)
@@ -190,6 +209,7 @@ class Job:
             implementation=options.implementation,
             command_buffers=options.command_buffers and default_platform() == "gpu",
             kv_dtype=prepare.kv_dtype_name(options.kv_dtype),
+            draft=None if drafter is None else str(drafter),
             **(rows.caps_of(todo, config.vocab_size) | room.features),
         )
         state = rows.sampling_state(todo, key, caps, config.vocab_size)
@@ -197,7 +217,7 @@ class Job:
         if options.share_prefixes:
             prefixes = prefixes_of(todo, config, caps)
         requests = rows.request_arrays(todo, state, prefixes, caps)
-        return cls(params, todo, requests, caps, tokenizer, seed)
+        return cls(params, todo, requests, caps, tokenizer, seed, drafter)
 
     @classmethod
     def resumed(cls, params: Params, saved: StreamState, tokenizer: TextCodec | None) -> "Job":
@@ -230,6 +250,7 @@ class Job:
             self.state,
             jnp.asarray(max_turns, jnp.int32),
             jnp.asarray(until_first),
+            self.drafter,
             caps=self.caps,
         )
         jax.block_until_ready(self.state.counters.turns)
@@ -239,7 +260,7 @@ class Job:
         """Compile the program by a call of no turns, so that compiling and running are timed
         apart.
         """
-        if _program_key(self.params, self.caps) not in _choices:
+        if _program_key(self.params, self.drafter, self.caps) not in _choices:
             make_room_for_programs()
         before = num_traces(PROGRAM)
         seconds = self._run(0, False)
@@ -315,7 +336,7 @@ class Job:
         reasons = np.asarray(self.state.output.finish)[: len(self.rows)]
         # Prompt tokens of the first wave only: later ones are prefilled among the decode passes.
         first_wave = self.first_prompt_tokens
-        ran = _choices.get(_program_key(self.params, self.caps), {})
+        ran = _choices.get(_program_key(self.params, self.drafter, self.caps), {})
         stats = {
             "backend": self.backend,
             "implementation": _in_a_word(ran),

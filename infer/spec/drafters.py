@@ -11,7 +11,10 @@ on the tokens before the round and on the drafts that it counts, never on one th
 (see `verify`).
 """
 
+import dataclasses
+import enum
 import itertools
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -101,12 +104,15 @@ class Drafter:
             in every round.
         tiers: numbers of drafts that rounds are compiled for, ascending, 0 first and k last; None
             is (0, k).  A round runs in the smallest tier that holds its drafts.
+        costs: of a turn in each tier, in any unit, for the choice of k; None measures them, or,
+            inside a trace, guesses.
     """
 
     k: int = static(default=4, kw_only=True)
     rule: Rule | str = static(default=Rule.BLOCK, kw_only=True)
     adaptive: bool = static(default=True, kw_only=True)
     tiers: tuple[int, ...] | None = static(default=None, kw_only=True)
+    costs: tuple[float, ...] | None = static(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_k(self.k)
@@ -114,6 +120,13 @@ class Drafter:
         object.__setattr__(self, "tiers", _tiers(self.tiers, self.k))
         if not isinstance(self.adaptive, bool):
             raise RequestError(f"adaptive is {self.adaptive!r}; it must be True or False")
+        object.__setattr__(self, "costs", _costs(self.costs, self.widths))
+
+    def __str__(self) -> str:
+        options = [f for f in dataclasses.fields(self) if f.metadata.get("static")]
+        shown = {f.name: getattr(self, f.name) for f in options}
+        words = {n: v.value if isinstance(v, enum.Enum) else v for n, v in shown.items()}
+        return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in words.items())})"
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -307,6 +320,18 @@ def _tiers(tiers: Any, k: int) -> tuple[int, ...]:
     if any(a >= b for a, b in itertools.pairwise(found)):
         raise RequestError(f"tiers is {tiers!r}; each must be larger than the one before")
     return found
+
+
+def _costs(costs: Any, tiers: tuple[int, ...]) -> tuple[float, ...] | None:
+    if costs is None:
+        return None
+    found = tuple(costs) if isinstance(costs, (tuple, list)) else ()
+    numbers = all(isinstance(c, (int, float)) and not isinstance(c, bool) for c in found)
+    if not numbers or len(found) != len(tiers) or not all(0 < c < math.inf for c in found):
+        raise RequestError(
+            f"costs is {costs!r}; it must be a number above 0 for each of the tiers {tiers}"
+        )
+    return tuple(map(float, found))
 
 
 def _check_ints(**values: Any) -> None:
