@@ -19,7 +19,7 @@ same tokens then writes them again.
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ from infer.spec.vocabulary import VocabularyMap
 from infer.tokenizer import Tokenizer
 
 
+@runtime_checkable
 class LoadedModel(Protocol):
     """What `DraftModel.of` needs of a model: `infer.load` gives it."""
 

@@ -1,0 +1,64 @@
+"""`--draft`: from what users type to a drafter."""
+
+from pathlib import Path
+from typing import Any
+
+from infer.cli.loading import load_model
+from infer.errors import ConfigError
+from infer.spec import by_name
+from infer.spec.drafters import Drafter
+from infer.weights import bundled, hub
+
+
+def check_draft(text: str) -> None:
+    """Refuse a drafter that is none, before anything is loaded.
+
+    Raises:
+        ConfigError: it is no kind of drafter, and no model either.
+        RequestError: its number of drafts or layers is out of range.
+    """
+    if by_name.is_kind(text):
+        by_name.parse_drafter(text)
+        return
+    name, k = _model_and_k(text)
+    by_name.check_k(k)
+    known = name in bundled.known_models() or hub.parse(name) is not None
+    if not known and not Path(name).expanduser().exists():
+        raise ConfigError(
+            f"--draft {text!r}: neither {by_name.KINDS_IN_WORDS}, nor a known model "
+            f"({', '.join(sorted(bundled.known_models()))}), a file, a folder or a hub id with or "
+            "without :K drafts a round"
+        )
+
+
+def drafter_of(
+    text: str,
+    target: Any,
+    dtype: str | None = None,
+    packed: bool | None = None,
+    implementation: str | None = None,
+) -> Drafter:
+    """Return the drafter that `--draft` names, for a loaded model; a model is loaded as that was.
+
+    Raises:
+        ConfigError: it is no kind of drafter, and no model either, or one with which the target
+            has no token in common.
+    """
+    if by_name.is_kind(text):
+        return by_name.parse_drafter(text)
+    from infer.spec import DraftModel
+
+    name, k = _model_and_k(text)
+    loaded, _ = load_model(name, dtype, packed, implementation)
+    return DraftModel.of(loaded, target, **({} if k is None else {"k": k}))
+
+
+def _model_and_k(text: str) -> tuple[str, int | None]:
+    """Return a model's name and the number of drafts that may stand behind it."""
+    if Path(text).expanduser().exists():
+        return text, None
+    name, colon, size = text.rpartition(":")
+    # Nine digits: int() refuses thousands of them in words of its own.
+    if colon and size.isdecimal() and len(size) <= 9:
+        return name, int(size)
+    return text, None
