@@ -111,8 +111,8 @@ def run_program(
 
 # Seconds of a turn in each tier of speculation, and of one that drafts in vain, of each program.
 _turn_seconds: dict[Any, list[float]] = {}
-# Of each kind, to time them: twice so many, and the quicker half counts.
-_TIMED_TURNS = 2
+# To time turns: so many of each kind in a call, in so many rounds of all kinds.
+_TIMED_TURNS, _TIMED_ROUNDS = 2, 3
 
 _finish = jax.jit(finish_rows, donate_argnames="state")
 
@@ -305,24 +305,27 @@ class Job:
         """Return seconds of a turn in each tier, and of one that drafts in vain; None if the run
         has no such turns left, or does something else beside them.
         """
-        none = np.full(2, NOT_FORCED, np.int32)
-        idle = self._run(int(self.state.counters.turns), False)  # what a call costs
-        found: list[float] = []
-        for limit, width in [*((t, t) for t in range(num_tiers)), (num_tiers - 1, 0)]:
-            self._change_policy(forced=np.asarray([limit, width], np.int32))
-            bursts = []
-            for _ in range(2):
+        modes = [*((t, t) for t in range(num_tiers)), (num_tiers - 1, 0)]
+        best = [math.inf] * len(modes)
+        idle = math.inf  # what a call costs
+        whole = True
+        for _ in range(_TIMED_ROUNDS):
+            for i, mode in enumerate(modes):
                 before = self._progress()
-                bursts.append(self._run(before["turns"] + _TIMED_TURNS, False))
-                self.decode_s += bursts[-1]
-                wanted = {"turns": _TIMED_TURNS, "generating": _TIMED_TURNS, "prompt_tokens": 0}
+                idle = min(idle, self._run(before["turns"], False))
+                self._change_policy(forced=np.asarray(mode, np.int32))
+                seconds = self._run(before["turns"] + _TIMED_TURNS, False)
+                self.decode_s += seconds
+                best[i] = min(best[i], seconds)
                 after = self._progress()
-                if any(after[name] - before[name] != count for name, count in wanted.items()):
-                    self._change_policy(forced=none)
-                    return None
-            found.append(max(min(bursts) - idle, 1e-6) / _TIMED_TURNS)
-        self._change_policy(forced=none)
-        return found
+                wanted = {"turns": _TIMED_TURNS, "generating": _TIMED_TURNS, "prompt_tokens": 0}
+                whole = all(after[name] - before[name] == n for name, n in wanted.items())
+                if not whole:
+                    break
+            if not whole:
+                break
+        self._change_policy(forced=np.full(2, NOT_FORCED, np.int32))
+        return [max(s - idle, 1e-6) / _TIMED_TURNS for s in best] if whole else None
 
     def _progress(self) -> dict[str, int]:
         counters, carried = self.state.counters, self.state.speculation
