@@ -14,6 +14,7 @@ from infer.cli.batch import Batch
 from infer.cli.interrupt import interruptible
 from infer.cli.loading import check_name, load_model, use_compilation_cache
 from infer.cli.options import (
+    DraftOption,
     DtypeOption,
     ImplementationOption,
     KVDtypeOption,
@@ -30,9 +31,9 @@ from infer.cli.request import Prompt, read_batch, read_prompts, sampling_fields,
 from infer.errors import ConfigError
 from infer.serve.batch_file import is_openai_batch
 
-# Of the result's figures, those that `--json` prints beside load_s; the last two only if present.
+# Of the result's figures, those that `--json` prints beside load_s; the last three only if present.
 _STATS = ("compile_s", "ttft_s", "decode_tokens_per_s", "prefill_tokens_per_s", "compiles")
-_OPTIONAL_STATS = ("acceptance_rate", "seed")
+_OPTIONAL_STATS = ("acceptance_rate", "tokens_per_pass", "seed")
 
 
 def generate(
@@ -77,6 +78,7 @@ def generate(
         int | None, typer.Option(min=1, help="Prompt tokens a prefill step.")
     ] = None,
     kv_dtype: KVDtypeOption = None,
+    draft: DraftOption = None,
     implementation: ImplementationOption = None,
     dtype: DtypeOption = None,
     packed: PackedOption = None,
@@ -105,6 +107,7 @@ def generate(
         "prefill_chunk": prefill_chunk,
         "implementation": value_of(implementation),
         "kv_dtype": value_of(kv_dtype),
+        "draft": None if draft is None else drafter_of(draft),
     }
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if batch is not None and is_openai_batch(batch[1]):
@@ -159,6 +162,13 @@ def generate(
     stats = {**result.stats, "load_s": load_s, "reason": why_plain(options)}
     print(summary(stats), file=sys.stderr)
     refuse_aborted(stats)
+
+
+def drafter_of(name: str) -> Any:
+    """Return the drafter that --draft names."""
+    from infer.spec.by_name import parse_drafter
+
+    return parse_drafter(name)
 
 
 def refuse_aborted(stats: dict[str, Any]) -> None:
@@ -273,6 +283,8 @@ def summary(stats: dict[str, Any], text: str = "", model: Any = None) -> str:
         rate = len(model.tokenizer.encode(text)) / stats["rest_s"]
     if rate is not None:
         parts.append(f"{rate:.1f} tokens/s")
+    if stats.get("acceptance_rate") is not None:
+        parts.append(f"{stats['acceptance_rate']:.0%} of drafts accepted")
     if stats.get("ttft_s") is not None:
         parts.append(f"first token after {stats['ttft_s']:.3f} s")
     if stats.get("load_s") is not None:

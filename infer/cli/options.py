@@ -47,6 +47,14 @@ PackedOption = Annotated[
 KVDtypeOption = Annotated[
     KVDtype | None, typer.Option(help="Of the cache [default: that of the activations].")
 ]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DRAFTER",
+        help="Speculate: ngram[:K] or suffix[:K], K drafts a round; the model's output stays what "
+        "it is [default: none].",
+    ),
+]
 ImplementationOption = Annotated[
     Implementation | None,
     typer.Option(

@@ -25,7 +25,7 @@ from infer.compiling import (
 )
 from infer.config import ModelConfig
 from infer.errors import RequestError
-from infer.generation import prepare, rows
+from infer.generation import prepare, rows, speculation
 from infer.generation.prefixes import Prefixes, find_prefixes
 from infer.generation.prepare import Caps, RunOptions, TextCodec
 from infer.generation.program import run
@@ -39,6 +39,7 @@ from infer.models.params import Params
 from infer.ops.choice import recording
 from infer.sampling import GREEDY_BELOW, SamplingParams
 from infer.spec.drafters import Drafter
+from infer.spec.policy import NOT_FORCED
 
 PROGRAM = "generate"
 _FOREVER = np.int32(2**31 - 1)
@@ -107,6 +108,11 @@ def run_program(
     program = _run_as_graph if caps.command_buffers else _run_plain
     return program(params, requests, state, max_turns, until_first, drafter, caps=caps)
 
+
+# Seconds of a turn in each tier of speculation, and of one that drafts in vain, of each program.
+_turn_seconds: dict[Any, list[float]] = {}
+# To time turns: so many of each kind in a call, in so many rounds of all kinds.
+_TIMED_TURNS, _TIMED_ROUNDS = 2, 3
 
 _finish = jax.jit(finish_rows, donate_argnames="state")
 
@@ -227,7 +233,7 @@ class Job:
         todo = rows.expand_rows([prompt], [saved.params()], params.config, tokenizer)
         graph = saved.caps.command_buffers and default_platform() == "gpu"
         caps = dataclasses.replace(saved.caps, command_buffers=graph)
-        job = cls(params, todo, saved.requests, caps, tokenizer, None)
+        job = cls(params, todo, saved.requests, caps, tokenizer, None, saved.drafter)
         job.state = jax.tree.map(jnp.copy, saved.state)
         if job.text is not None:
             job._read()
@@ -239,7 +245,7 @@ class Job:
 
     def saved(self) -> StreamState:
         """Return a copy of a job of one request as it is now."""
-        return StreamState.of(self.requests, self.state, self.caps, self.rows[0])
+        return StreamState.of(self.requests, self.state, self.caps, self.rows[0], self.drafter)
 
     def _run(self, max_turns: int | np.int32, until_first: bool) -> float:
         """Advance the state and return the seconds it took."""
@@ -277,6 +283,71 @@ class Job:
         self.first_tokens = int(np.sum(np.asarray(self.state.output.lengths)))
         self.first_prompt_tokens = int(self.state.counters.prompt_tokens)
 
+    def learn_costs(self) -> None:
+        """Time a few turns with each number of drafts, unless that is known, and let the loop
+        choose by these times.
+
+        All turns are of use: the output does not depend on the number of drafts.
+        """
+        drafter = self.drafter
+        if drafter is None or not drafter.adaptive or drafter.costs is not None:
+            return
+        program = _program_key(self.params, drafter, self.caps)
+        if program not in _turn_seconds:
+            found = self._timed(len(drafter.widths))
+            if found is None:
+                return  # too short a run: the next one tries
+            _turn_seconds[program] = found
+        seconds = np.asarray(_turn_seconds[program], np.float32)
+        self._change_policy(seconds=seconds)
+
+    def _timed(self, num_tiers: int) -> list[float] | None:
+        """Return seconds of a turn in each tier, and of one that drafts in vain; None if the run
+        has no such turns left, or does something else beside them.
+        """
+        modes = [*((t, t) for t in range(num_tiers)), (num_tiers - 1, 0)]
+        best = [math.inf] * len(modes)
+        idle = math.inf  # what a call costs
+        whole = True
+        for _ in range(_TIMED_ROUNDS):
+            for i, mode in enumerate(modes):
+                before = self._progress()
+                idle = min(idle, self._run(before["turns"], False))
+                self._change_policy(forced=np.asarray(mode, np.int32))
+                seconds = self._run(before["turns"] + _TIMED_TURNS, False)
+                self.decode_s += seconds
+                best[i] = min(best[i], seconds)
+                after = self._progress()
+                wanted = {"turns": _TIMED_TURNS, "generating": _TIMED_TURNS, "prompt_tokens": 0}
+                whole = all(after[name] - before[name] == n for name, n in wanted.items())
+                if not whole:
+                    break
+            if not whole:
+                break
+        self._change_policy(forced=np.full(2, NOT_FORCED, np.int32))
+        return [max(s - idle, 1e-6) / _TIMED_TURNS for s in best] if whole else None
+
+    def _progress(self) -> dict[str, int]:
+        counters, carried = self.state.counters, self.state.speculation
+        assert carried is not None
+        return {
+            "turns": int(counters.turns),
+            "prompt_tokens": int(counters.prompt_tokens),
+            "generating": int(np.sum(np.asarray(carried.passes))),
+        }
+
+    def _change_policy(self, **values: np.ndarray) -> None:
+        """Put values into the state, each where its predecessor lies."""
+        carried = self.state.speculation
+        assert carried is not None
+        old = carried.policy
+        place = lambda new, leaf: jax.device_put(new, leaf.sharding if leaf.committed else None)
+        new = {name: place(value, getattr(old, name)) for name, value in values.items()}
+        policy = dataclasses.replace(old, **new)
+        self.state = dataclasses.replace(
+            self.state, speculation=dataclasses.replace(carried, policy=policy)
+        )
+
     def run_all(self) -> None:
         """Run to the end: in one call, or in bursts where stop strings are searched for."""
         if any(r.sampling.stop for r in self.rows):
@@ -284,13 +355,15 @@ class Job:
                 pass
         else:
             self.run_to_first_tokens()
-            self.decode_s = self._run(_FOREVER, False)
+            self.learn_costs()
+            self.decode_s += self._run(_FOREVER, False)
         if self.text is not None:
             self._read()
 
     def bursts(self, turns: int = _BURST_TURNS) -> Iterator[str]:
         """Run a few turns at a time; yield the new text of the first row after each burst."""
         self.run_to_first_tokens()
+        self.learn_costs()
         while True:
             if self.text is not None:
                 yield self._read()
@@ -351,6 +424,8 @@ class Job:
             "aborted": int(np.sum(reasons == Finish.ABORT)),
         } | {name: int(value) for name, value in vars(self.state.counters).items()}
         stats |= self.placement
+        if self.drafter is not None and self.state.speculation is not None:
+            stats |= speculation.figures(self.drafter, self.state.speculation)
         return stats | ({"seed": self.seed} if self.seed is not None else {})
 
 

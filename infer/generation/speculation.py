@@ -79,6 +79,24 @@ def initial(
     )
 
 
+def figures(drafter: Drafter, speculation: Speculation) -> dict[str, Any]:
+    """Return what a run's speculation has done, for `stats`; on the host."""
+    s = jax.device_get(speculation)
+    drafted, accepted = s.drafted.tolist(), s.accepted.tolist()
+    ratio = lambda part, whole: part / whole if whole else None
+    return {
+        "draft": str(drafter),
+        "drafted": sum(drafted),
+        "accepted": sum(accepted),
+        "acceptance_rate": ratio(sum(accepted), sum(drafted)),
+        "acceptance_by_position": [ratio(a, d) for a, d in zip(accepted, drafted, strict=True)],
+        # A row's pass gives one token without speculation.
+        "tokens_per_pass": ratio(int(s.tokens), int(s.row_passes)),
+        "passes_by_k": dict(zip(drafter.widths, s.passes.tolist(), strict=True)),
+        "turn_costs_by_k": dict(zip(drafter.widths, s.policy.seconds.tolist(), strict=False)),
+    }
+
+
 def begin_turn(drafter: Drafter, state: State) -> State:
     """Let the drafter forget what it carried for requests that have left their slots."""
     speculation = _of(state)

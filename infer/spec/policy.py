@@ -143,13 +143,13 @@ def rates(policy: Policy) -> Float[Array, " n1"]:
     return policy.tokens / (policy.share @ policy.seconds)
 
 
-def stated_seconds(tiers: tuple[int, ...], num_slots: int, free_tokens: int) -> list[float]:
+def stated_seconds(tiers: tuple[int, ...], num_slots: int, weights: int) -> list[float]:
     """Return the costs that are taken where none are measured, in plain decode turns.
 
-    A pass over B (t + 1) tokens costs one over B as long as it has at most `free_tokens`, which the
-    time to read the weights hides, and grows with the tokens from there on.
+    A pass over n tokens costs (weights + n) / (weights + B), where `weights` tokens take as long in
+    arithmetic as the weights in reading.
     """
-    passes = [max(1.0, num_slots * (t + 1) / max(free_tokens, num_slots)) for t in tiers]
+    passes = [(weights + num_slots * (t + 1)) / (weights + num_slots) for t in tiers]
     return [*passes, passes[0]]
 
 

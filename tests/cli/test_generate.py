@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import infer
 from infer.cli.main import main
 from infer.errors import CapacityError
 from tests.cli.conftest import FakeModel, FakeParams, Terminal
@@ -108,6 +109,20 @@ def test_run_options_and_dtype_reach_the_api(model: FakeModel):
     assert main([*ARGS, "a", *sizes, "--dtype", "float32", "--packed"]) == 0
     assert model.calls[0][2] == {"num_slots": 4, "page_size": 8, "prefill_chunk": 32}
     assert model.loads == [("m", {"dtype": "float32", "packed": True})]  # type: ignore[attr-defined]
+
+
+def test_a_drafter_reaches_the_api_and_an_unknown_one_is_refused(
+    model: FakeModel, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*ARGS, "a", "--draft", "suffix:8"]) == 0
+    assert model.calls[0][2] == {"draft": infer.spec.Suffix(k=8)}
+    for name, error in {
+        "medusa": "no drafter 'medusa'; there are ngram or ngram:K",
+        "ngram:0": "k is 0; it must be an integer from 1 to 64",
+    }.items():
+        assert main([*ARGS, "a", "--draft", name]) == 2
+        assert error in capsys.readouterr().err
+    assert len(model.calls) == 1
 
 
 def test_stdin_is_one_prompt(model: FakeModel, stdin: Any):
