@@ -79,15 +79,17 @@ def bench(
     cost (c and v, in plain steps), predicts the speed-up from these, and measures it.
     """
     if (draft is None) == (what is What.spec):
-        raise ValueError("--draft goes with spec, and spec needs it: infer bench spec --draft ngram")
+        raise ValueError(
+            "--draft goes with spec, and spec needs it: infer bench spec --draft ngram"
+        )
     if not 1 <= peer_timeout <= 86400:
         raise ValueError(f"--peer-timeout is {peer_timeout:g}; give seconds from 1 to 86400")
     kinds = peer_names(against)
     if draft is not None:
         if kinds or prompt_tokens is not None or kv_dtype is not None:
             raise ValueError(
-                "--against, --prompt-tokens and --kv-dtype go with decode and prefill; spec has its "
-                "own prompts and the activations' dtype"
+                "--against, --prompt-tokens and --kv-dtype go with decode and prefill; spec has "
+                "its own prompts, and the cache the activations' dtype"
             )
         bench_spec(model, draft, batch, new_tokens, rounds, threads, as_json)
         return

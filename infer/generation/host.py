@@ -294,17 +294,19 @@ class Job:
             return
         program = _program_key(self.params, drafter, self.caps)
         if program not in _turn_seconds:
-            found = self._timed(len(drafter.widths))
+            found = self.time_turns()
             if found is None:
                 return  # too short a run: the next one tries
             _turn_seconds[program] = found
         seconds = np.asarray(_turn_seconds[program], np.float32)
         self._change_policy(seconds=seconds)
 
-    def _timed(self, num_tiers: int) -> list[float] | None:
-        """Return seconds of a turn in each tier, and of one that drafts in vain; None if the run
-        has no such turns left, or does something else beside them.
+    def time_turns(self) -> list[float] | None:
+        """Return seconds of a turn in each tier, and of one that drafts in vain, of a job that has
+        its first tokens; None if it has no such turns left, or does something else beside them.
         """
+        assert self.drafter is not None
+        num_tiers = len(self.drafter.widths)
         modes = [*((t, t) for t in range(num_tiers)), (num_tiers - 1, 0)]
         best = [math.inf] * len(modes)
         idle = math.inf  # what a call costs

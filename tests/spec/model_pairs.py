@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer.config import LayerConfig
-from infer.models.params import Params, random_params
-from tests.models import tiny
+from infer.models.params import Params
 
 
 def noisy(params: Params, size: float, seed: int = 5) -> Params:
@@ -30,28 +28,3 @@ def late_layers_idle(params: Params, first: int) -> Params:
     idle = lambda w: dataclasses.replace(w, o=w.o * 0, down=w.down * 0)
     layers = tuple(w if i < first else idle(w) for i, w in enumerate(params.layers))
     return dataclasses.replace(params, layers=layers)
-
-
-def from_table(table: jax.Array) -> Params:
-    """Return a model whose logits are table[last token]: a one-hot embedding, idle layers."""
-    vocab = table.shape[0]
-    config = tiny.llama_config(
-        vocab_size=vocab,
-        num_tokens=vocab,
-        hidden_size=vocab,
-        intermediate_size=4,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=2,
-        layers=(LayerConfig(),),
-        tied_embeddings=False,
-        norm_eps=1e-12,
-    )
-    params = late_layers_idle(random_params(config, seed=0), 0)
-    # The norm makes sqrt(V) of the one.
-    return dataclasses.replace(
-        params,
-        embed=jnp.eye(vocab, dtype=jnp.float32),
-        final_norm=jnp.ones(vocab, jnp.float32),
-        lm_head=table.T / np.sqrt(vocab),
-    )

@@ -10,13 +10,11 @@ import pytest
 import infer
 from infer.errors import ConfigError, RequestError
 from infer.models.params import random_params
-from infer.sampling import SamplingParams
-from infer.spec import DraftModel, Rule, SelfDraft
+from infer.spec import DraftModel, SelfDraft
 from infer.spec.vocabulary import intersect
 from tests.generation.test_sharing import _load
 from tests.models import tiny
-from tests.spec import model_pairs, stub_pair
-from tests.spec.agreement import compare
+from tests.spec import model_pairs
 
 # Refilled slots, prompts in several chunks, pages that are waited for.
 OPTIONS = dict(num_slots=3, page_size=4, num_pages=48, prefill_chunk=16)
@@ -128,41 +126,6 @@ def test_a_drafter_that_lacks_tokens_changes_no_token() -> None:
     out = _generate(tiny.llama(), _mapped(lacks=10))
     _equal(out, _plain("llama"))
     assert 0.1 < out.stats["acceptance_rate"] < 1.0
-
-
-# ---- distribution --------------------------------------------------------------------------------
-
-_RUNS = 8_192
-_FALSE_ALARMS = 1e-4 / 8
-_SETTINGS = [
-    dict(temperature=1.0),
-    dict(temperature=0.7, top_p=0.8),
-    dict(temperature=1.3, frequency_penalty=0.6, presence_penalty=0.3, repetition_penalty=1.2),
-    dict(temperature=0.9, top_k=3, min_p=0.15),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
-def test_the_output_of_generate_has_exactly_the_targets_distribution(rule: Rule) -> None:
-    drafter = DraftModel(
-        model_pairs.from_table(stub_pair.DRAFT), k=stub_pair.K, rule=rule, adaptive=False
-    )
-    each = [SamplingParams(max_tokens=stub_pair.L, n=_RUNS, **s) for s in _SETTINGS]
-    out = infer.generate(
-        model_pairs.from_table(stub_pair.TARGET),
-        [list(stub_pair.PROMPT)] * len(each),
-        sampling=each,
-        key=jax.random.key(7),
-        num_slots=1024,
-        draft=drafter,
-    )
-    cells = np.asarray(out.tokens)[:, : stub_pair.L] @ stub_pair.V ** np.arange(stub_pair.L)[::-1]
-    for setting, found in zip(stub_pair.SETTINGS, np.split(cells, len(each)), strict=True):
-        counts = np.bincount(found, minlength=stub_pair.V**stub_pair.L)
-        agreement = compare(counts, stub_pair.exact(setting), false_alarms=_FALSE_ALARMS)
-        assert agreement.holds(_FALSE_ALARMS), (setting, agreement)
-    assert 0.2 < out.stats["acceptance_rate"] < 0.9
 
 
 # ---- what is refused -----------------------------------------------------------------------------
