@@ -10,10 +10,12 @@ import pytest
 import infer
 from infer.errors import ConfigError, RequestError
 from infer.models.params import random_params
+from infer.sampling import SamplingParams
 from infer.spec import DraftModel, SelfDraft
 from infer.spec.vocabulary import intersect
 from tests.generation.test_sharing import _load
 from tests.models import tiny
+from tests.real_models import real_model_path
 from tests.spec import model_pairs
 
 # Refilled slots, prompts in several chunks, pages that are waited for.
@@ -49,7 +51,8 @@ def _equal(out, plain) -> None:
     np.testing.assert_array_equal(out.lengths, plain.lengths)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     assert out.finish_reason == plain.finish_reason
-    np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=2e-5)
+    # Passes over more tokens: plain XLA's sums have another order.
+    np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
 
 
 def _coupled(params, **options) -> DraftModel:
@@ -126,6 +129,34 @@ def test_a_drafter_that_lacks_tokens_changes_no_token() -> None:
     out = _generate(tiny.llama(), _mapped(lacks=10))
     _equal(out, _plain("llama"))
     assert 0.1 < out.stats["acceptance_rate"] < 1.0
+
+
+# ---- real models ---------------------------------------------------------------------------------
+
+_TEXTS = ["The history of the Roman Empire began", "def fibonacci(n):\n    if n < 2:\n"]
+
+
+@pytest.mark.real
+def test_smollm2_drafts_for_gemma3_in_another_vocabulary() -> None:
+    target = infer.load(real_model_path("gemma3-270m"), packed=None)
+    small = infer.load(real_model_path("smollm2-135m"), packed=None)
+    draft = DraftModel.of(small, target, k=2, adaptive=False)
+    assert draft.vocabulary is not None
+    sampling = SamplingParams(temperature=0, max_tokens=24)
+    plain = target.generate(_TEXTS, sampling)
+    out = target.generate(_TEXTS, sampling, draft=draft)
+    _equal(out, plain)
+    assert 0.2 < out.stats["acceptance_rate"] < 1
+
+
+@pytest.mark.real
+def test_smollm2s_first_layers_draft_for_it() -> None:
+    model = infer.load(real_model_path("smollm2-135m"), packed=None)
+    sampling = SamplingParams(temperature=0, max_tokens=24)
+    plain = model.generate(_TEXTS, sampling)
+    out = model.generate(_TEXTS, sampling, draft=SelfDraft(layers=24, k=2, adaptive=False))
+    _equal(out, plain)
+    assert 0.1 < out.stats["acceptance_rate"] < 1
 
 
 # ---- what is refused -----------------------------------------------------------------------------
