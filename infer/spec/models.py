@@ -100,7 +100,14 @@ class DraftModel(Drafter):
         return cls(model.params, vocabulary=mapping, **options)
 
     def check(self, target: ModelConfig) -> None:
-        """Raise RequestError if its ids are not the target's, or not those that the map is for."""
+        """Raise RequestError if it has no weights, or its ids are not the target's, or not those
+        that the map is for.
+        """
+        if not isinstance(self.params, Params):
+            raise RequestError(
+                f"DraftModel's params are a {type(self.params).__name__}; pass a model's weights, "
+                "model.params, or infer.spec.DraftModel.of(model, target)"
+            )
         own = self.params.config
         if self.vocabulary is None:
             if own.num_tokens != target.num_tokens:

@@ -13,6 +13,7 @@ from infer.models.params import random_params
 from infer.sampling import SamplingParams
 from infer.spec import DraftModel, SelfDraft
 from infer.spec.vocabulary import intersect
+from tests import typecheck
 from tests.generation.test_sharing import _load
 from tests.models import tiny
 from tests.real_models import real_model_path
@@ -171,6 +172,8 @@ def test_drafters_that_cannot_draft_are_refused_by_name() -> None:
         ),
         r"layers is 2, and the model has 2; .*1 to 1": SelfDraft(layers=2),
     }
+    with typecheck.unchecked():
+        cases[r"params are a str; pass a model's weights"] = DraftModel("smollm2-135m")
     for text, draft in cases.items():
         with pytest.raises(RequestError, match=text):
             _generate(tiny.llama(), draft)
