@@ -51,8 +51,8 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         metavar="DRAFTER",
-        help="Speculate: ngram[:K] or suffix[:K], K drafts a round; the model's output stays what "
-        "it is [default: none].",
+        help="Speculate: ngram[:K], suffix[:K] or lookahead[:K], K drafts a round; the model's "
+        "output stays what it is [default: none].",
     ),
 ]
 ImplementationOption = Annotated[

@@ -8,9 +8,14 @@ import jax
 
 from infer.errors import ConfigError, RequestError
 from infer.spec.drafters import Drafter, NGram, Suffix
+from infer.spec.jacobi import Lookahead
 
 # Those that are options alone: they can be written down.
-_KINDS: dict[str, type[Drafter]] = {"ngram": NGram, "suffix": Suffix}
+_KINDS: dict[str, type[Drafter]] = {
+    "ngram": NGram,
+    "suffix": Suffix,
+    "lookahead": Lookahead,
+}
 
 
 def parse_drafter(text: str) -> Drafter:
