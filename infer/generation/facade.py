@@ -5,6 +5,7 @@ nothing, runs the one-program loop and returns numpy arrays, words and text.  Ca
 (a user's jit, scan or vmap) it is pure: arrays in, arrays out.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -175,6 +176,9 @@ def prepare_on(
     target = find_device(device)
     params, moved = place(params, target)
     key, _ = place(key, target)
+    if options.draft is not None:
+        draft, more = place(options.draft, target)
+        options, moved = dataclasses.replace(options, draft=draft), moved + more
     with on_device(target or device_of(params)):
         job = Job.prepare(params, prompts, prompt_lens, tokenizer, sampling, key, options)
     if target is not None:
