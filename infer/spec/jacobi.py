@@ -71,6 +71,9 @@ class Lookahead(Drafter):
 
     def create(self, target: Params, num_slots: int) -> Trajectory:
         """Return empty pools, and no guesses."""
+        return self._nothing(num_slots)
+
+    def _nothing(self, num_slots: int) -> Trajectory:
         return Trajectory(
             pool=empty_pool(num_slots, capacity=self.pool, n=self.n),
             fed=jnp.full((num_slots, self.n - 2, self.k + 1), _NONE, jnp.int32),
@@ -79,8 +82,7 @@ class Lookahead(Drafter):
 
     def reset(self, carry: Trajectory, slots: Array) -> Trajectory:
         """Empty the marked slots."""
-        fresh = self.create(None, slots.shape[0])  # type: ignore[arg-type]
-        return _where(slots, fresh, carry)
+        return _where(slots, self._nothing(slots.shape[0]), carry)
 
     def propose(
         self,
