@@ -51,8 +51,8 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         metavar="DRAFTER",
-        help="Speculate: ngram[:K], suffix[:K], self:LAYERS[:K] (the model's first layers), or a "
-        "smaller model, MODEL[:K]; K drafts a round [default: none].",
+        help="Speculate: ngram[:K], suffix[:K], lookahead[:K], self:LAYERS[:K] (the model's first "
+        "layers), or a smaller model, MODEL[:K]; K drafts a round [default: none].",
     ),
 ]
 ImplementationOption = Annotated[

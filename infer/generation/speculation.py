@@ -132,6 +132,7 @@ def decoded(
         x=x[:, None],
         logits=None,
         tokens=tokens[:, None],
+        fed=rows.astype(jnp.int32),
         emitted=None,
         count=rows.astype(jnp.int32),
     )
@@ -285,7 +286,9 @@ def verify_round(
     rows, num_slots = planned.rows, state.request.shape[0]
     drafts = planned.proposal.tokens[:, :k]
     count = jnp.where(rows, jnp.minimum(planned.proposal.count, k), 0)
-    fed = jnp.concatenate([state.last_token[:, None], drafts], axis=1)
+    # A drafter's mistake must not read past the embedding.
+    ids = jnp.clip(drafts, 0, params.config.vocab_size - 1)
+    fed = jnp.concatenate([state.last_token[:, None], ids], axis=1)
     x, cache = _pass(params, requests, state, fed, rows, count, implementation)
     with jax.named_scope("verify"):
         raw = decoder.logits(params, x, implementation).reshape(num_slots, k + 1, -1)
@@ -317,6 +320,7 @@ def verify_round(
         x=x.reshape(num_slots, k + 1, -1),
         logits=raw,
         tokens=fed,
+        fed=jnp.where(rows, count + 1, 0),
         emitted=result.tokens,
         count=jnp.where(rows, result.count, 0),
     )

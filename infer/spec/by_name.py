@@ -8,11 +8,17 @@ import jax
 
 from infer.errors import ConfigError, RequestError
 from infer.spec.drafters import Drafter, NGram, Suffix
+from infer.spec.jacobi import Lookahead
 from infer.spec.models import SelfDraft
 
 # Those that are options alone: they can be written down.
-_KINDS: dict[str, type[Drafter]] = {"ngram": NGram, "suffix": Suffix, "self": SelfDraft}
-KINDS_IN_WORDS = "ngram, suffix, self:LAYERS, each with or without :K"
+_KINDS: dict[str, type[Drafter]] = {
+    "ngram": NGram,
+    "suffix": Suffix,
+    "lookahead": Lookahead,
+    "self": SelfDraft,
+}
+KINDS_IN_WORDS = "ngram, suffix, lookahead and self:LAYERS, each with or without :K,"
 
 
 def is_kind(text: str) -> bool:

@@ -88,6 +88,7 @@ class Seen:
     x: Leaf  # [B, T, D], residual streams of the last token and of the drafts
     logits: Leaf  # f32 [B, T, V], the model's own; None after a decode pass
     tokens: Leaf  # int32 [B, T], that were fed: the last token and the drafts
+    fed: Leaf  # int32 [B], how many of them there are; 0 where the slot took no part
     emitted: Leaf  # int32 [B, T], that came out, V past the end; None after a decode pass
     count: Leaf  # int32 [B], of the fed tokens that are part of the sequence now: 1 to T, or 0
 

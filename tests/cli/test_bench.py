@@ -31,7 +31,7 @@ from tests.real_models import real_model_path
         (["train"], ": 'train' is not one of 'decode', 'prefill', 'spec'"),
         (["spec"], "--draft goes with spec, and spec needs it"),
         (["decode", "--draft", "ngram"], "--draft goes with spec"),
-        (["spec", "--draft", "medusa"], "no drafter 'medusa'; there are ngram, suffix, self:LAY"),
+        (["spec", "--draft", "medusa"], "no drafter 'medusa'; there are ngram, suffix, lookahead"),
         (["spec", "--draft", "ngram:0"], "k is 0; it must be an integer from 1 to 64"),
         (["spec", "--draft", "ngram", "--against", "llama.cpp"], "--against, --prompt-tokens and"),
         (["spec", "--draft", "ngram", "--batch", "0"], "--batch is '0'; give different positive"),

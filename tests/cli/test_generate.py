@@ -118,7 +118,7 @@ def test_a_drafter_reaches_the_api_and_an_unknown_one_is_refused(
     assert main([*ARGS, "a", "--draft", "suffix:8"]) == 0
     assert model.calls[0][2] == {"draft": infer.spec.Suffix(k=8)}
     for name, error in {
-        "medusa": "no drafter 'medusa'; there are ngram, suffix, self:LAYERS, each with or",
+        "medusa": "no drafter 'medusa'; there are ngram, suffix, lookahead and self:LAYERS,",
         "self": "draft is 'self'; it must be self:LAYERS or self:LAYERS:K",
         "self:0": "layers is 0; it must be an integer of at least 1",
         "suffix:x": "draft is 'suffix:x'; after a colon stands a number, as in suffix:8",

@@ -19,16 +19,18 @@ from infer.generation.host import Job
 from infer.generation.prepare import RunOptions
 from infer.models.params import Params
 from infer.sampling import SamplingParams
-from infer.spec import NGram, Suffix
+from infer.spec import Lookahead, NGram, Suffix
 from infer.spec.drafters import Drafter
 from tests.generation.test_generate import Letters
 from tests.models import tiny
 from tests.spec.table_model import Table
+from tests.typecheck import unchecked
 
 GREEDY = functools.partial(SamplingParams, temperature=0.0, ignore_eos=True)
 DRAFTERS = {
     "ngram": NGram(k=4, min_match=1, adaptive=False),
     "suffix": Suffix(k=3, tiers=(0, 1, 3), costs=(1.0, 1.2, 1.5)),
+    "lookahead": Lookahead(k=4, n=3, pool=16, adaptive=False),
 }
 RUN = dict(num_slots=3, page_size=4, num_pages=48, prefill_chunk=16)
 
@@ -108,7 +110,7 @@ def test_the_pool_is_whole_again_and_tokens_per_pass_counts_what_came_out() -> N
     assert sorted(s.drafted.tolist(), reverse=True) == s.drafted.tolist()
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_coupled_output_is_that_of_plain_seeded_sampling(drafter: str) -> None:
     kinds = [
         dict(temperature=0.3),
@@ -277,7 +279,7 @@ def test_stop_strings_end_a_row_inside_a_block() -> None:
     ],
 )
 def test_what_cannot_draft_is_refused_by_name(draft, options, message: str) -> None:
-    with pytest.raises(RequestError, match=re.escape(message)):
+    with unchecked(), pytest.raises(RequestError, match=re.escape(message)):
         infer.generate(
             tiny.llama(), [[1, 2]], sampling=GREEDY(max_tokens=4), draft=draft, **options
         )

@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from infer.errors import ConfigError, RequestError
-from infer.spec import NGram, Rule, Suffix
+from infer.spec import Lookahead, NGram, Rule, SelfDraft, Suffix
 from infer.spec.by_name import as_json, from_json, parse_drafter
+from tests.typecheck import unchecked
 
 
 def test_options_are_static() -> None:
@@ -39,6 +40,8 @@ def test_options_are_static() -> None:
         (NGram, dict(min_match=3, max_match=2), "1 <= min_match <= max_match"),
         (NGram, dict(max_match="5"), "max_match is '5'; it must be an integer"),
         (NGram, dict(occurrence="last"), "occurrence is 'last'; it must be 'latest' or 'first'"),
+        (Lookahead, dict(k=3, n=5), "n is 5; it must be an integer from 2 to 4"),
+        (Lookahead, dict(pool=0), "pool is 0; it must be an integer from 1 to 4096"),
         (Suffix, dict(max_depth=0), "1 <= min_match <= max_depth"),
         (Suffix, dict(spec_factor=0), "spec_factor is 0; it must be above 0"),
         (Suffix, dict(spec_factor="1"), "spec_factor is '1'; it must be a number"),
@@ -46,17 +49,20 @@ def test_options_are_static() -> None:
     ],
 )
 def test_options_out_of_range_are_named(kind: type, options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with unchecked(), pytest.raises(ValueError, match=re.escape(message)):
         kind(**options)
 
 
 def test_names_of_the_command_line() -> None:
     assert parse_drafter("ngram") == NGram()
     assert parse_drafter("suffix:8") == Suffix(k=8)
+    assert parse_drafter("self:6:2") == SelfDraft(layers=6, k=2)
     for text, message in {
-        "medusa": "no drafter 'medusa'; there are ngram or ngram:K, suffix or suffix:K",
-        "ngram:": "after the colon stands a number of drafts: ngram:8",
-        "ngram:x": "after the colon stands a number of drafts",
+        "medusa": "no drafter 'medusa'; there are ngram, suffix, lookahead and self:LAYERS, each",
+        "ngram:": "after a colon stands a number, as in ngram:8",
+        "ngram:x": "after a colon stands a number",
+        "ngram:4:4": "it must be ngram or ngram:K",
+        "self": "it must be self:LAYERS or self:LAYERS:K",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(message)):
             parse_drafter(text)
@@ -66,7 +72,12 @@ def test_names_of_the_command_line() -> None:
 
 @pytest.mark.parametrize(
     "drafter",
-    [NGram(k=8, occurrence="first", tiers=(0, 2, 8)), Suffix(rule="token", costs=(1.0, 2.0))],
+    [
+        Lookahead(k=6, n=4),
+        NGram(k=8, occurrence="first", tiers=(0, 2, 8)),
+        Suffix(rule="token", costs=(1.0, 2.0)),
+        SelfDraft(layers=3, rule="coupled"),
+    ],
 )
 def test_a_drafter_comes_back_from_json(drafter) -> None:
     assert from_json(as_json(drafter)) == drafter
