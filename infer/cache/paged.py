@@ -13,6 +13,7 @@ states the law for tests.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,9 @@ from infer.pytree import Leaf, pytree_dataclass
 
 @pytree_dataclass
 class PagedCache:
-    """State of the cache; one entry of `k_pages` and `v_pages` per layer."""
+    """State of the cache; one entry of `k_pages` and `v_pages` per layer, of one model or of
+    several one after the other.
+    """
 
     k_pages: tuple[Leaf, ...]  # L x [P, K, U, H]
     v_pages: tuple[Leaf, ...]  # L x [P, K, U, H]
@@ -56,6 +59,7 @@ def create(
     page_size: int,
     pages_per_row: int,
     dtype: DTypeLike,
+    more: Sequence[ModelConfig] = (),
 ) -> PagedCache:
     """Return an empty cache: zeroed pools, no pages held.
 
@@ -66,11 +70,17 @@ def create(
         page_size: tokens in a page (U).
         pages_per_row: longest row of the table (M).
         dtype: of keys and values.
+        more: models whose keys and values of the same tokens lie in the same pages; their layers
+            come after those of `config`, in order.
     """
-    shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
+    shapes = [
+        (num_pages, model.num_kv_heads, page_size, model.head_dim)
+        for model in (config, *more)
+        for _ in model.layers
+    ]
     # Zeros, not empty memory: a masked key still meets 0 x value in the weighted sum, and 0 x NaN
     # is NaN.
-    pools = lambda: tuple(jnp.zeros(shape, dtype) for _ in config.layers)
+    pools = lambda: tuple(jnp.zeros(shape, dtype) for shape in shapes)
     return PagedCache(
         k_pages=pools(),
         v_pages=pools(),

@@ -47,6 +47,14 @@ PackedOption = Annotated[
 KVDtypeOption = Annotated[
     KVDtype | None, typer.Option(help="Of the cache [default: that of the activations].")
 ]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DRAFTER",
+        help="Speculate: ngram[:K], suffix[:K], lookahead[:K], self:LAYERS[:K] (the model's first "
+        "layers), or a smaller model, MODEL[:K]; K drafts a round [default: none].",
+    ),
+]
 ImplementationOption = Annotated[
     Implementation | None,
     typer.Option(

@@ -67,6 +67,9 @@ def generate_pure(
     valid = (lens >= 1) & (lens <= length)
     lens = jnp.clip(lens, 1, length)
     given, state, caps = _sampling(config, sampling, key, num_requests, length, max_tokens, options)
+    drafter = options.draft
+    if drafter is not None:
+        prepare.check_draft(drafter, config, caps.pages, caps.page_size)
     requests = Requests(
         prompts=prompts.astype(jnp.int32)[given.prompt],
         prompt_lens=lens[given.prompt],
@@ -82,10 +85,11 @@ def generate_pure(
     final = run(
         params,
         requests,
-        prepare.fresh_state(params, requests, caps, pad_id=0),
+        prepare.fresh_state(params, requests, caps, 0, drafter),
         jnp.asarray(_FOREVER),
         jnp.zeros((), bool),
         lanes=caps.lanes,
+        drafter=drafter,
         processed_logprobs=caps.processed_logprobs,
         implementation=caps.implementation,
     )
