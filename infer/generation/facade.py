@@ -101,9 +101,11 @@ def generate(
             `stats["implementations"]` says what ran.
         command_buffers: on an NVIDIA GPU, run the whole loop as one CUDA graph, without a launch
             from the host for each kernel; False turns that off.
-        kv_dtype: of cached keys and values: float32, bfloat16 or float16, as a name or a dtype;
-            None is the dtype of the activations.  Half the bytes are read at each step of a long
-            sequence; float16 holds numbers up to 65,504.
+        kv_dtype: of cached keys and values: float32, bfloat16 or float16, or "int8", "int4" or
+            "float8_e4m3" ("fp8") with a float32 scale for each token and key/value head, as a name
+            or a dtype; None is the dtype of the activations.  Fewer bytes are read at each step of
+            a long sequence; float16 holds numbers up to 65,504; what the others cost in quality:
+            docs/kv-cache.md.
         device: where this call runs: a jax.Device, "cpu", "gpu", or one of several like "cpu:1".
             Weights that lie elsewhere are copied there for this call, `stats["bytes_moved"]` says
             how many bytes; before many calls move them once, with `jax.device_put`.  None runs
