@@ -45,7 +45,7 @@ def test_tokens_and_pages_hold_what_numpy_defines(kv_format: str) -> None:
         np.testing.assert_array_equal(read[ids[i], :, positions[i] % 4], want[i])
     assert not read[[3, 4]].any() and not read[1, :, [0, 1, 3]].any()
     whole = paged.write_pages(
-        empty, jnp.asarray(x[:8].reshape(2, 4, 4, 8)), ids[jnp.asarray([0, 4])]
+        empty, jnp.asarray(x[:8].reshape(2, 4, 4, 8)), jnp.asarray([0, 2], jnp.int32)
     )
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(pool), strict=True):
         np.testing.assert_array_equal(np.asarray(a)[[0, 2]], np.asarray(b)[[0, 2]])

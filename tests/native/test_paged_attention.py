@@ -128,7 +128,7 @@ def test_equals_the_xla_form(dtype, width) -> None:
 
 
 def quantized(pools, kv_format: str):
-    """Return data and scales of pools; memory of nobody has any numbers, and scales that are NaN."""
+    """Return data and scales of pools; memory of nobody has any numbers and scales of NaN."""
     data, scales = zip(*(quantize_kv(jnp.nan_to_num(x), kv_format) for x in pools), strict=True)
     scales = [
         jnp.where(jnp.isnan(p[..., 0]), jnp.nan, s) for p, s in zip(pools, scales, strict=True)
