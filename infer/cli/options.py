@@ -22,6 +22,10 @@ class KVDtype(enum.StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+    int8 = "int8"
+    int4 = "int4"
+    float8_e4m3 = "float8_e4m3"
+    fp8 = "fp8"  # the same
 
 
 ModelOption = Annotated[

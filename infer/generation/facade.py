@@ -104,9 +104,11 @@ def generate(
             `stats["implementations"]` says what ran.
         command_buffers: on an NVIDIA GPU, run the whole loop as one CUDA graph, without a launch
             from the host for each kernel; False turns that off.
-        kv_dtype: of cached keys and values: float32, bfloat16 or float16, as a name or a dtype;
-            None is the dtype of the activations.  Half the bytes are read at each step of a long
-            sequence; float16 holds numbers up to 65,504.
+        kv_dtype: of cached keys and values: float32, bfloat16 or float16, or "int8", "int4" or
+            "float8_e4m3" ("fp8") with a float32 scale for each token and key/value head, as a name
+            or a dtype; None is the dtype of the activations.  Fewer bytes are read at each step of
+            a long sequence; float16 holds numbers up to 65,504; what the others cost in quality:
+            docs/kv-cache.md.
         draft: speculation: a drafter, such as `infer.spec.NGram(k=4)`, proposes several tokens, and
             the model judges them in one pass.  Greedy tokens stay what they are; drawn ones keep
             their distribution, and with rule="coupled" stay what they are too.  None decodes token

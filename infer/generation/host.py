@@ -16,6 +16,7 @@ from jax import Array
 from infer.backend import check_memory, default_platform
 from infer.cache import paged
 from infer.cache.layout import pool_bytes
+from infer.cache.pool import kv_dtype_name
 from infer.compiling import (
     COMMAND_BUFFERS,
     give_back_memory,
@@ -214,7 +215,7 @@ class Job:
             lanes=prepare.lanes_for(options.prefill_chunk, prompt_cap, slots),
             implementation=options.implementation,
             command_buffers=options.command_buffers and default_platform() == "gpu",
-            kv_dtype=prepare.kv_dtype_name(options.kv_dtype),
+            kv_dtype=kv_dtype_name(options.kv_dtype),
             draft=None if drafter is None else str(drafter),
             **(rows.caps_of(todo, config.vocab_size) | room.features),
         )
