@@ -48,6 +48,12 @@ PAGE, STEPS, CONTEXT, WINDOW = 16, 16, 4096, 1024
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; return the exit code."""
     options = parser().parse_args(arguments)
+    if options.write_docs:
+        write_docs(_ROOT / "docs" / "kv-cache.md", _ROOT / "benchmarks" / "results")
+        return 0
+    if not native.by_default():
+        print(f"no native operations: {native.why_not_by_default()}", file=sys.stderr)
+        return 2
     for name in options.model:
         model = infer.load(name, packed=True)
         for line in lines_of(model, options):
@@ -70,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--save", nargs="?", const=str(default), help="append lines to a file")
+    p.add_argument("--write-docs", action="store_true", help="put results into docs/kv-cache.md")
     return p
 
 
@@ -222,6 +229,61 @@ def save(path: Path, line: dict[str, Any]) -> None:
     short = json.loads(json.dumps(line), parse_float=lambda text: float(f"{float(text):.4g}"))
     with path.open("a") as file:
         file.write(json.dumps(short) + "\n")
+
+
+def write_docs(document: Path, results: Path) -> None:
+    """Replace the tables of `document` by those of the newest saved results."""
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for path in sorted(results.glob("kv-cache-cpu-*.json")):
+        for text in path.read_text().splitlines():
+            line = json.loads(text)
+            found[line["model"], line["part"], line.get("batch", 0)] = line
+    parts = []
+    for model in dict.fromkeys(model for model, _, _ in found):
+        near = found.get((model, "accuracy", 0))
+        fast = {b: x for (m, part, b), x in sorted(found.items()) if (m, part) == (model, "speed")}
+        parts += [f"**{model}**{said(near, fast)}", table(near, fast)]
+    text = document.read_text()
+    begin, end = "<!-- results -->\n", "<!-- /results -->"
+    before, after = text.index(begin) + len(begin), text.index(end)
+    document.write_text(text[:before] + "\n\n".join(parts) + "\n" + text[after:])
+
+
+def said(near: dict[str, Any] | None, fast: dict[int, dict[str, Any]]) -> str:
+    """Return what was measured."""
+    text = ""
+    if near is not None:
+        text += f", perplexity {near['base_perplexity']:.4g} over {near['scored']:,} tokens"
+    for batch, line in fast.items():
+        ms = line["caches"]["float32"]["step_ms"]["median"]
+        text += f"; a step of {batch} at {line['context']:,} tokens takes {ms:.3g} ms with float32"
+    return text + ":"
+
+
+def table(near: dict[str, Any] | None, fast: dict[int, dict[str, Any]]) -> str:
+    """Return a table of all caches of one model."""
+    head = ["cache", "bytes a token", "KL from float32 (95%)", "KL, 99%", "same top token"]
+    head.append("perplexity, times")
+    head += [f"batch {b}: speed to {base}" for b in fast for base in BASES]
+    rows = [head, ["---"] * len(head)]
+    for name in KV_DTYPES:
+        row = [f"`{name}`"]
+        sizes = [x["caches"][name]["bytes_per_token"] for x in fast.values() if name in x["caches"]]
+        row.append(f"{sizes[0]:,.0f}" if sizes else "")
+        if near is None or name not in near["caches"]:
+            row += [""] * 4
+        else:
+            each = near["caches"][name]
+            kl, low, high = each["kl"]
+            row.append(f"{kl:.2g} ({low:.2g}..{high:.2g})")
+            row += [f"{each['kl_p99']:.2g}", f"{each['top1']:.1%}"]
+            row.append("{:.4f} ({:.4f}..{:.4f})".format(*each["ratio"]))
+        for line in fast.values():
+            for base in BASES:
+                x = line["caches"].get(name, {}).get(f"times_{base}")
+                row.append("" if x is None else "{median:.2f} ({min:.2f}..{max:.2f})".format(**x))
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 if __name__ == "__main__":
