@@ -70,4 +70,5 @@ def from_json(text: str) -> Drafter:
     kinds = {kind.__name__: kind for kind in _KINDS.values()}
     if not isinstance(fields, dict) or fields.get("kind") not in kinds:
         raise ValueError(f"no drafter: {text!r:.60}")
-    return kinds[fields["kind"]](**fields["options"])
+    tuples = {n: tuple(v) if isinstance(v, list) else v for n, v in fields["options"].items()}
+    return kinds[fields["kind"]](**tuples)

@@ -18,10 +18,8 @@ same tokens then writes them again.
 """
 
 import dataclasses
-import functools
 from typing import Any, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
@@ -29,17 +27,12 @@ from jaxtyping import Float, Int
 from infer.cache.paged import PagedCache
 from infer.config import ModelConfig
 from infer.errors import RequestError
-from infer.models import decoder
 from infer.models.paged_forward import through_layers
 from infer.models.params import Params
-from infer.ops.sample import process_logits
 from infer.pytree import Leaf, pytree_dataclass, static
-from infer.sampling import Role
 from infer.spec import vocabulary as vocabularies
+from infer.spec.chain import Steps, draw_chain
 from infer.spec.drafters import Asked, Drafter, Proposal, Seen, Tile
-from infer.spec.draws import Drawn, draw
-from infer.spec.rounds import plain_keys, round_keys
-from infer.spec.verify import Rule
 from infer.spec.vocabulary import VocabularyMap
 from infer.tokenizer import Tokenizer
 
@@ -176,14 +169,14 @@ class DraftModel(Drafter):
         """Read what is missing, then draw up to k drafts."""
         inside = asked.cached + asked.most <= self.params.config.max_context
         most = jnp.where(inside, asked.most, 0)
-        steps = _Steps(
+        steps = Steps(
             params=self.params,
             first_layer=target.config.num_layers,
             asked=dataclasses.replace(asked, most=most),
             implementation=implementation,
         )
         cache, x = self._caught_up(steps, cache, carry.behind)
-        proposal, cache = _chain(
+        proposal, cache = draw_chain(
             steps,
             cache,
             x,
@@ -197,7 +190,7 @@ class DraftModel(Drafter):
         return proposal, cache, carry
 
     def _caught_up(
-        self, steps: "_Steps", cache: PagedCache, behind: Int[Array, " B"]
+        self, steps: Steps, cache: PagedCache, behind: Int[Array, " B"]
     ) -> tuple[PagedCache, Float[Array, "B D"]]:
         """Read the last token of each row, and those before it that are not read; return the last
         ones' residual streams.
@@ -290,10 +283,10 @@ class SelfDraft(Drafter):
             layers=target.layers[: self.layers],
             config=dataclasses.replace(config, layers=head),
         )
-        steps = _Steps(params=first, first_layer=0, asked=asked, implementation=implementation)
+        steps = Steps(params=first, first_layer=0, asked=asked, implementation=implementation)
         positions = jnp.where(asked.most > 0, asked.cached, -1)
         x, cache = steps.run(cache, asked.last_token[:, None], positions[:, None])
-        proposal, cache = _chain(
+        proposal, cache = draw_chain(
             steps,
             cache,
             x,
@@ -303,124 +296,3 @@ class SelfDraft(Drafter):
             vocab_size=config.vocab_size,
         )
         return proposal, cache, carry
-
-
-# ---- the steps of both ---------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Steps:
-    """Passes of a drafter over the rows of a round."""
-
-    params: Params
-    first_layer: int
-    asked: Asked
-    implementation: str | None
-
-    def run(
-        self, cache: PagedCache, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "N D"], PagedCache]:
-        """Run tokens in the drafter's own ids; position -1 is padding."""
-        asked = self.asked
-        num_rows, width = tokens.shape
-        slots = jnp.arange(num_rows, dtype=jnp.int32)
-        none = cache.page_table.shape[0]
-        return through_layers(
-            self.params,
-            cache,
-            tokens.reshape(-1),
-            positions,
-            jnp.where(positions < 0, none, slots[:, None]).reshape(-1),
-            asked.page_table,
-            jnp.repeat(asked.spans, width),
-            self.implementation,
-            first_layer=self.first_layer,
-        )
-
-
-def _chain(
-    steps: _Steps,
-    cache: PagedCache,
-    x: Float[Array, "B D"],
-    *,
-    k: int,
-    rule: Rule,
-    vocabulary: VocabularyMap | None,
-    vocab_size: int,
-) -> tuple[Proposal, PagedCache]:
-    """Draw drafts one after the other: the first from `x`, each later one after a step.
-
-    Args:
-        steps: passes of the drafter.
-        cache: with the last tokens read.
-        x: residual streams of the last tokens.
-        k: drafts at most.
-        rule: how they will be judged.
-        vocabulary: from the drafter's ids to the target's; None: the same.
-        vocab_size: V, of the target.
-    """
-    asked, rows = steps.asked, jnp.arange(x.shape[0], dtype=jnp.int32)
-    process = functools.partial(process_logits, implementation=steps.implementation)
-    drawn_keys = rule is not Rule.COUPLED
-    of_round = round_keys(asked.round, k, Role.DRAFT) if drawn_keys else None
-
-    def after(x: Array, history: Any, j: Array) -> Drawn:
-        raw = decoder.logits(steps.params, x, steps.implementation)
-        raw = _over_target(raw, vocabulary, vocab_size)
-        if of_round is None:
-            keys = plain_keys(asked.round, jnp.broadcast_to(j, (rows.shape[0], 1)))[:, 0]
-        else:
-            keys = of_round[:, j]
-        with jax.named_scope("draft"):
-            return draw(raw, asked.sampling, history, keys, process_logits=process)
-
-    def step(c: Any) -> Any:
-        j, count, last, history, tokens, probs, cache = c
-        positions = jnp.where(count == j, asked.cached + j, -1)
-        positions = jnp.where(j < asked.most, positions, -1)
-        fed = last if vocabulary is None else vocabularies.tokens_on_draft(vocabulary, last)
-        x, cache = steps.run(cache, fed[:, None], positions[:, None])
-        return (*_noted(after(x, history, j), j, count, history, tokens, probs), cache)
-
-    def _noted(d: Drawn, j: Array, count: Array, history: Any, tokens: Array, probs: Any) -> Any:
-        # Drafts of a row end with the first that it cannot draw.
-        takes = (count == j) & (j < asked.most) & d.there
-        at = jnp.where(takes, history.num_generated, history.generated.shape[1])
-        history = dataclasses.replace(
-            history,
-            generated=history.generated.at[rows, at].set(d.tokens, mode="drop"),
-            num_generated=history.num_generated + takes.astype(jnp.int32),
-        )
-        probs = probs if probs is None else probs.at[:, j].set(d.probs)
-        return (
-            j + 1,
-            count + takes.astype(jnp.int32),
-            d.tokens,
-            history,
-            tokens.at[:, j].set(d.tokens),
-            probs,
-        )
-
-    zero = jnp.zeros((), jnp.int32)
-    tokens = jnp.zeros((rows.shape[0], k), jnp.int32)
-    probs = jnp.zeros((rows.shape[0], k, vocab_size), jnp.float32) if drawn_keys else None
-    first = after(x, asked.history, zero)
-    count = jnp.zeros_like(asked.most)
-    c = (*_noted(first, zero, count, asked.history, tokens, probs), cache)
-    limit = jnp.max(asked.most)
-    c = lax.while_loop(lambda c: c[0] < limit, step, c)
-    _, count, _, _, tokens, probs, cache = c
-    return Proposal(tokens=tokens, probs=probs, count=count), cache
-
-
-def _over_target(
-    raw: Float[Array, "B X"], vocabulary: VocabularyMap | None, vocab_size: int
-) -> Float[Array, "B V"]:
-    """Return the drafter's logits over the target's ids."""
-    if vocabulary is not None:
-        return vocabularies.logits_on_target(vocabulary, raw)
-    missing = vocab_size - raw.shape[1]
-    # Rows of padding in one of the embeddings: ids that neither tokenizer has.
-    if missing > 0:
-        return jnp.pad(raw, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    return raw[:, :vocab_size]

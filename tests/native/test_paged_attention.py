@@ -147,16 +147,17 @@ def test_quantised_pools_are_their_numbers_times_a_scale(kv_format, heads, kv, w
     data, scales = quantized(pools, kv_format)
     products = [dequantize_kv(d, s) for d, s in zip(data, scales.values(), strict=True)]
     xla = [QuantizedPool(d, s) for d, s in zip(data, scales.values(), strict=True)]
+    close = tolerance("float32", max(64, width))
     sinks = jnp.linspace(-1.0, 2.0, heads, dtype=jnp.float32)
     for first in (96, 90, 40):
         q = jnp.asarray(np.stack([s[0][first:97] for s in sequences]))
         positions = jnp.broadcast_to(jnp.arange(first, 97, dtype=jnp.int32), q.shape[:2])
         for options in ({}, {"window": 50, "softcap": 3.0, "sinks": sinks}):
-            got = NATIVE(q, *data, table, positions, scale=0.2, **scales, **options)
-            want = NATIVE(q, *products, table, positions, scale=0.2, **options)
-            np.testing.assert_allclose(got, want, **tolerance("float32", 64))
-            want = XLA(q, *xla, table, positions, scale=0.2, **options)
-            np.testing.assert_allclose(got, want, **tolerance("float32", 64))
+            got = NATIVE(q, *data, table, positions, scale=width**-0.5, **scales, **options)
+            want = NATIVE(q, *products, table, positions, scale=width**-0.5, **options)
+            np.testing.assert_allclose(got, want, **close)
+            want = XLA(q, *xla, table, positions, scale=width**-0.5, **options)
+            np.testing.assert_allclose(got, want, **close)
 
 
 def test_queries_in_bfloat16() -> None:

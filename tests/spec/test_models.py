@@ -48,12 +48,12 @@ TARGETS = {
 }
 
 
-def _equal(out, plain) -> None:
+def _equal(out, plain, atol: float = 1e-4) -> None:
     np.testing.assert_array_equal(out.lengths, plain.lengths)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     assert out.finish_reason == plain.finish_reason
     # Passes over more tokens: plain XLA's sums have another order.
-    np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-4)
+    np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=atol)
 
 
 def _coupled(params, **options) -> DraftModel:
@@ -134,29 +134,31 @@ def test_a_drafter_that_lacks_tokens_changes_no_token() -> None:
 
 # ---- real models ---------------------------------------------------------------------------------
 
+# In floats: where activations are rounded to 8 bits, a last bit that differs between passes over
+# one token and over several can become a near tie's other token.
 _TEXTS = ["The history of the Roman Empire began", "def fibonacci(n):\n    if n < 2:\n"]
 
 
 @pytest.mark.real
 def test_smollm2_drafts_for_gemma3_in_another_vocabulary() -> None:
-    target = infer.load(real_model_path("gemma3-270m"), packed=None)
-    small = infer.load(real_model_path("smollm2-135m"), packed=None)
+    target = infer.load(real_model_path("gemma3-270m"))
+    small = infer.load(real_model_path("smollm2-135m"))
     draft = DraftModel.of(small, target, k=2, adaptive=False)
     assert draft.vocabulary is not None
     sampling = SamplingParams(temperature=0, max_tokens=24)
     plain = target.generate(_TEXTS, sampling)
     out = target.generate(_TEXTS, sampling, draft=draft)
-    _equal(out, plain)
+    _equal(out, plain, atol=1e-3)
     assert 0.2 < out.stats["acceptance_rate"] < 1
 
 
 @pytest.mark.real
 def test_smollm2s_first_layers_draft_for_it() -> None:
-    model = infer.load(real_model_path("smollm2-135m"), packed=None)
+    model = infer.load(real_model_path("smollm2-135m"))
     sampling = SamplingParams(temperature=0, max_tokens=24)
     plain = model.generate(_TEXTS, sampling)
     out = model.generate(_TEXTS, sampling, draft=SelfDraft(layers=24, k=2, adaptive=False))
-    _equal(out, plain)
+    _equal(out, plain, atol=1e-3)
     assert 0.1 < out.stats["acceptance_rate"] < 1
 
 

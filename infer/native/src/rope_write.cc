@@ -109,12 +109,15 @@ float quantize(const float* x, int64_t width, float* y, typename To::Type* to) {
   scale *= 1 / To::kLargest;
   constexpr float kTiny = 1.17549435e-38f;  // the smallest normal number; NaN stays
   if (scale < kTiny) scale = 0;
-  const float divisor = scale == 0 ? 1 : scale, most = scale == 0 ? 0 : To::kLargest;
-  for (int64_t i = 0; i < width; ++i) {
-    float z = x[i] / divisor;
-    z = z > most ? most : z;
-    z = z < -most ? -most : z;
-    y[i] = z != z ? 0 : z;
+  if (scale == 0) {
+    for (int64_t i = 0; i < width; ++i) y[i] = 0;
+  } else {
+    for (int64_t i = 0; i < width; ++i) {
+      float z = x[i] / scale;
+      z = z > To::kLargest ? To::kLargest : z;
+      z = z < -To::kLargest ? -To::kLargest : z;
+      y[i] = z != z ? 0 : z;
+    }
   }
   To::put(y, width, to);
   return scale;
