@@ -284,7 +284,7 @@ def verify_round(
             that runs a grammar beside the loop and calls rounds itself.
     """
     rows, num_slots = planned.rows, state.request.shape[0]
-    drafts = planned.proposal.tokens[:, :k]
+    drafts, probs = planned.proposal.tokens[:, :k], planned.proposal.probs
     count = jnp.where(rows, jnp.minimum(planned.proposal.count, k), 0)
     # A drafter's mistake must not read past the embedding.
     ids = jnp.clip(drafts, 0, params.config.vocab_size - 1)
@@ -306,7 +306,7 @@ def verify_round(
             sampling,
             requests.choice[row_of(state, requests)],
             state,
-            dataclasses.replace(planned.proposal, tokens=drafts, count=count),
+            Proposal(tokens=drafts, probs=None if probs is None else probs[:, :k], count=count),
             rows,
             allowed,
             implementation,

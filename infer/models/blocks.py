@@ -4,7 +4,7 @@ are fields of ModelConfig.
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -75,19 +75,21 @@ def before(
     return layer_norm(x, gain, bias, config.norm_eps), None
 
 
-def norm(
-    config: ModelConfig, x: Array, gain: Leaf, bias: Leaf, implementation: str | None = None
+def normalised(
+    config: ModelConfig,
+    x: Array,
+    gain: Leaf,
+    bias: Leaf,
+    implementation: str | None = None,
+    *,
+    beside: Any = None,
 ) -> Array:
-    """Return `x` normalised over its last axis in the way of this model."""
-    return _norm(config, implementation, x, gain, bias)
-
-
-def _norm(
-    config: ModelConfig, implementation: str | None, x: Array, gain: Leaf, bias: Leaf
-) -> Array:
+    """Return `x` normalised over its last axis in the way of this model; `beside` as in
+    `rms_norm`.
+    """
     if config.norm is Norm.LAYER:
         return layer_norm(x, gain, bias, config.norm_eps)
-    return rms_norm(x, gain, config.norm_eps, implementation)
+    return rms_norm(x, gain, config.norm_eps, implementation, beside=beside)
 
 
 def scaled(x: Array, factor: float | None) -> Array:
@@ -109,7 +111,7 @@ def attention(
     implementation: str | None,
 ) -> tuple[Array, KV]:
     """Return the block's output (+ residual), and the cache; `norm` is still to be done to `h`."""
-    normed = lambda y, gain: rms_norm(y, gain, config.norm_eps, implementation)
+    normed = lambda y, gain: rms_norm(y, gain, config.norm_eps, implementation, beside=w.q)
     heads = lambda y: y.reshape(y.shape[0], -1, config.head_dim)
     q, k, v = linears(
         h,
@@ -132,7 +134,9 @@ def attention(
         implementation=implementation,
     )
     if config.post_norms:
-        y = _norm(config, implementation, y, w.post_attn_norm, w.post_attn_norm_bias)
+        y = normalised(
+            config, y, w.post_attn_norm, w.post_attn_norm_bias, implementation, beside=w.o
+        )
     return scaled(y, config.residual_scale), cache
 
 
@@ -170,5 +174,7 @@ def mlp(
             implementation=implementation,
         )
     if config.post_norms:
-        y = _norm(config, implementation, y, w.post_mlp_norm, w.post_mlp_norm_bias)
+        y = normalised(
+            config, y, w.post_mlp_norm, w.post_mlp_norm_bias, implementation, beside=w.down
+        )
     return y if fused else stream + scaled(y, config.residual_scale)

@@ -100,8 +100,15 @@ def logits(
     """Return float32 logits of the residual stream `x`; ids past `num_tokens` are -inf."""
     config = params.config
     with jax.named_scope("head"):
-        h = blocks.norm(config, x, params.final_norm, params.final_norm_bias, implementation)
         weight = params.embed if params.lm_head is None else params.lm_head
+        h = blocks.normalised(
+            config,
+            x,
+            params.final_norm,
+            params.final_norm_bias,
+            implementation,
+            beside=weight,
+        )
         y = linear_f32(h, weight, None, implementation)
         y = blocks.scaled(y, config.logit_scale)
         if config.final_softcap is not None:

@@ -1,12 +1,14 @@
 """Normalisation by the root mean square, and by mean and variance."""
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from infer.ops.choice import choose, with_xla_gradient
+from infer.native.repack import Packed
+from infer.ops.choice import Form, choose, with_xla_gradient
 
 
 def rms_norm(
@@ -14,8 +16,13 @@ def rms_norm(
     gain: Float[Array, " D"],
     eps: float,
     implementation: str | None = None,
+    *,
+    beside: Any = None,
 ) -> Float[Array, "*B D"]:
     """Return x / sqrt(mean(x^2) + eps) * gain, computed in float32 and cast once to x's dtype.
+
+    `beside` is a weight of the same block: where it is packed for native operations, the norm is
+    one too, and a row has the same bits in any batch.
 
     Source: Zhang and Sennrich 2019, arXiv 1910.07467.  `gain` is the effective factor: where a
     checkpoint stores w and the model uses 1 + w (Gemma), the loader has added the one, in float32.
@@ -26,14 +33,23 @@ def rms_norm(
     kernel = lambda interpret: with_xla_gradient(
         functools.partial(_rms_norm_triton, eps=eps, interpret=interpret), xla
     )
+    native: dict[str, Form] = {}
+    if isinstance(beside, Packed):
+        native["native"] = functools.partial(_rms_norm_native, eps=eps)
     return choose(
         "rms_norm",
         (x, gain),
         xla=xla,
-        kernels={"triton": kernel(False), "interpret": kernel(True)},
+        kernels={"triton": kernel(False), "interpret": kernel(True)} | native,
         preferred=(),  # XLA fuses the whole of it
         implementation=implementation,
     )
+
+
+def _rms_norm_native(x: Array, gain: Array, *, eps: float) -> Array:
+    from infer.native.rms_norm import rms_norm as kernel
+
+    return kernel(x.reshape(-1, x.shape[-1]), gain, eps).reshape(x.shape)
 
 
 def _rms_norm_triton(x: Array, gain: Array, *, eps: float, interpret: bool) -> Array:

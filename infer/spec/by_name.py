@@ -44,7 +44,8 @@ def parse_drafter(text: str) -> Drafter:
     if len(sizes) > len(names) or (name == "self" and not sizes):
         form = "self:LAYERS or self:LAYERS:K" if name == "self" else f"{name} or {name}:K"
         raise ConfigError(f"draft is {text!r:.80}; it must be {form}")
-    return _KINDS[name](**dict(zip(names, map(int, sizes), strict=False)))
+    options: dict[str, Any] = dict(zip(names, map(int, sizes), strict=False))
+    return _KINDS[name](**options)
 
 
 def as_json(drafter: Drafter) -> str:
@@ -70,5 +71,5 @@ def from_json(text: str) -> Drafter:
     kinds = {kind.__name__: kind for kind in _KINDS.values()}
     if not isinstance(fields, dict) or fields.get("kind") not in kinds:
         raise ValueError(f"no drafter: {text!r:.60}")
-    tuples = {n: tuple(v) if isinstance(v, list) else v for n, v in fields["options"].items()}
+    tuples: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in fields["options"].items()}
     return kinds[fields["kind"]](**tuples)

@@ -25,7 +25,9 @@ PROMPT = (1,)
 # The second changes the number of drafts by what earlier rounds brought; Table has weights.
 DRAFTERS = {
     "token, n-gram": NGram(k=3, min_match=1, rule="token", adaptive=False),
-    "block, suffix, tiers": Suffix(k=3, rule="block", tiers=(0, 1, 3), costs=(1.0, 1.2, 1.8)),
+    "block, suffix, tiers": Suffix(
+        k=3, spec_factor=4.0, min_token_prob=0.0, tiers=(0, 1, 3), costs=(1.0, 1.2, 1.5)
+    ),
     "block, lookahead": Lookahead(k=3, n=2, pool=8, tiers=(0, 2, 3), costs=(1.0, 1.4, 1.5)),
     "token, drawn": Table.of_draft(k=3, rule="token", adaptive=False),
     "block, drawn, tiers": Table.of_draft(k=3, tiers=(0, 1, 3), costs=(1.0, 1.2, 1.4)),

@@ -258,6 +258,16 @@ def rope_write_quantized(rng: np.random.Generator) -> Call:
     )
 
 
+def rms_norm(rng: np.random.Generator) -> Call:
+    rows, width = int(rng.integers(0, 10)), int(rng.integers(1, 70))
+    return Call(
+        "infer_rms_norm",
+        [_f32(rng, rows, width), _f32(rng, width)],
+        [((rows, width), np.float32)],
+        {"eps": np.float32(1e-6)},
+    )
+
+
 def logsumexp(rng: np.random.Generator) -> Call:
     rows, vocab = int(rng.integers(0, 6)), int(rng.choice([1, 15, 16, 4097]))
     return Call("infer_logsumexp", [_logits(rng, rows, vocab)], [((rows,), np.float32)], {})
@@ -422,6 +432,7 @@ BUILD: dict[str, Callable[[np.random.Generator], Call]] = {
         dense_attention,
         rope_write,
         rope_write_quantized,
+        rms_norm,
         logsumexp,
         sample,
     )
