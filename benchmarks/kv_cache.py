@@ -37,8 +37,8 @@ from infer.bench.machine import busy_cores, cpu_name  # noqa: E402
 from infer.cache import paged  # noqa: E402
 from infer.cache.layout import pool_bytes  # noqa: E402
 from infer.cache.pool import KV_DTYPES  # noqa: E402
-from infer.generation.forward import through_layers  # noqa: E402
 from infer.models import decoder  # noqa: E402
+from infer.models.paged_forward import through_layers  # noqa: E402
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 BASES = ("float32", "float16")

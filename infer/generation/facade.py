@@ -192,15 +192,17 @@ def _with_draft_on(
     """Return the options with the drafter's weights, if it has some, where the model's are, and how
     many bytes had to be copied there.
     """
-    if not jax.tree.leaves(options.draft):
+    if options.draft is None:
         return options, 0
+    options.draft.check(params.config)  # before anything is moved
     draft, moved = place(options.draft, target)
-    ours, theirs = device_of(params), device_of(draft)
-    if ours != theirs and ours is not None:
-        where = "several devices" if theirs is None else str(theirs)
+    ours = device_of(params)
+    arrays = [x for x in jax.tree.leaves(draft) if isinstance(x, jax.Array)]
+    elsewhere = sorted({str(d) for x in arrays for d in x.devices() if d != ours})
+    if elsewhere and ours is not None:
         raise ConfigError(
-            f"the drafter's weights are on {where} and the model's on {ours}; move them with"
-            " jax.device_put, or pass device=, which moves both for this call"
+            f"the drafter's weights are on {', '.join(elsewhere)} and the model's on {ours}; move"
+            " them with jax.device_put, or pass device=, which moves both for this call"
         )
     return dataclasses.replace(options, draft=draft), moved
 
