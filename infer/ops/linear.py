@@ -82,6 +82,12 @@ def linear_f32(
         seen.append((weight, x))
     choice.record(choice.Choice("linear", "xla", "the weights are not packed for another"))
     if isinstance(weight, QArray):
+        if implementation == "native":
+            raise NotImplementedError(
+                f"linear in native: the weights are {weight.format.name} in plain form; repack them"
+                " (infer.load(..., packed=True), infer.models.panels.repack) or, where no native"
+                " kernel takes the format, leave the implementation out"
+            )
         y = quantized_product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
     else:
         # HIGHEST: a float32 model asks for float32 products, not the GPU's TF32; other dtypes
