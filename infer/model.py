@@ -24,8 +24,8 @@ from infer.tokenizer import Tokenizer
 from infer.weights import bundled, hub
 from infer.weights.folder import load_folder
 from infer.weights.gguf import GGUFFile
-from infer.weights.new_folder import refuse_leftover
 from infer.weights.load import load_gguf
+from infer.weights.new_folder import refuse_leftover
 from infer.weights.packed_folder import calibration_of, write_params
 from infer.weights.packed_form import Calibration
 from infer.weights.safetensors_writer import MAX_SHARD_BYTES

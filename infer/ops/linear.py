@@ -80,7 +80,10 @@ def linear_f32(
     seen = _observed.get()
     if seen is not None:
         seen.append((weight, x))
-    choice.record(choice.Choice("linear", "xla", "the weights are not packed for another"))
+    reason = "the weights are not packed for another"
+    if isinstance(weight, QArray):
+        reason = f"{weight.format.name} is decoded in plain XLA"
+    choice.record(choice.Choice("linear", "xla", reason))
     if isinstance(weight, QArray):
         if implementation == "native":
             raise NotImplementedError(

@@ -37,9 +37,9 @@ def summarise_folder(path: Path) -> Summary:
     refuse_leftover(path)
     with SafetensorsFolder.open(folder) as files:
         form = packed_form.of_config(hf.values, hf.where)
-        tensors = logical_tensors(files.tensors, form)
         if form is not None:
             _check(folder, files, form)
+        tensors = logical_tensors(files.tensors, form)
     layers = _layers(folder, text, len(tensors))
     sliding = [layer.window for layer in layers if layer.window is not None]
     num_params = sum(math.prod(t.shape) for t in tensors)

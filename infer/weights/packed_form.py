@@ -117,7 +117,7 @@ class Calibration:
             ValueError: it is something else.
         """
         found = values if isinstance(values, dict) else {}
-        digest, count = found.get("sha256"), lambda key: found.get(key)
+        digest, count = found.get("sha256"), found.get
         words = {key: found.get(key, "") for key in ("text", "method")}
         if (
             found.get("of") not in ("text", "tokens")
@@ -127,8 +127,8 @@ class Calibration:
             or not all(isinstance(word, str) for word in words.values())
         ):
             raise ValueError(
-                f"calibration is {values!r:.120}; it must be an object of of ('text' or 'tokens'),"
-                f" sha256, {' and '.join(_COUNTS)}, and may have text and method"
+                f"calibration is {values!r:.120}; it must have of ('text' or 'tokens'), sha256,"
+                f" {' and '.join(_COUNTS)}, and may have text and method"
             )
         counts = {key: found[key] for key in _COUNTS}
         return cls(kind=found["of"], sha256=digest, **counts, **words)

@@ -421,10 +421,10 @@ FORMS = {
     ),
     "formats": (lambda c: c.update(formats=[]), "formats and weights must be objects"),
     "a format": (lambda c: c["formats"].update(x=3), "format 'x': a format is 3, must be an"),
-    "calibration": (lambda c: c.update(calibration="x"), "calibration is 'x'; it must be an object of of"),
+    "calibration": (lambda c: c.update(calibration="x"), "calibration is 'x'; it must have of"),
     "a calibration of nothing": (
         lambda c: c.update(calibration={"of": "text", "sha256": "0" * 64, "num_tokens": 0}),
-        "it must be an object of of",
+        "calibration is {'of': 'text', .*; it must have of",
     ),
     "version": (lambda c: c.update(version=2), "has the version 2, and this version of"),
 }  # fmt: skip
