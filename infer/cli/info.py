@@ -1,5 +1,5 @@
 """`infer info`: what a model file holds, what would run it here, and what fits on a chip.  Reads
-headers; JAX only where there may be a GPU.
+headers; JAX only where there may be a GPU, and to hold packed weights against their model.
 """
 
 import dataclasses
@@ -189,7 +189,7 @@ def chip_report(found: Summary, chip: hardware.Chip, context: int | None) -> dic
 def text_of(report: dict[str, Any]) -> str:
     """Return the report for people."""
     lines = [
-        f"{printable(report['model'])}: {printable(report['name'] or 'no name')}",
+        printable(": ".join(x for x in (report["model"], report["name"]) if x)),
         f"  architecture   {printable(report['architecture'])}, {_layers_text(report)}",
         f"  vocabulary     {_number(report['vocab_size'])} ids, {_tokenizer_text(report)}",
         f"  context        {_number(report['context_length'])} tokens",
@@ -254,11 +254,14 @@ def _quantisation_lines(found: dict[str, Any], num_layers: int) -> list[str]:
     used = found["calibration"]
     if used is None:
         return [*lines, "  calibration    none recorded"]
-    return [
-        *lines,
-        f"  calibration    {printable(str(used.get('num_tokens')))} tokens, sha256 of the "
-        f"{printable(str(used.get('of')))} {printable(str(used.get('sha256')))}",
-    ]
+    lines.append(
+        f"  calibration    {printable(used.get('text', '') or 'text of no name')},"
+        f" {used['num_tokens']:,} tokens in {used['num_sequences']:,} sequences, sha256 of the"
+        f" {used['of']} {used['sha256']}"
+    )
+    if "method" in used:
+        lines.append(f"  calibrated     {printable(used['method'])}")
+    return lines
 
 
 def _format_text(format: dict[str, Any]) -> str:

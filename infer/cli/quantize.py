@@ -214,7 +214,14 @@ def run(
             what=str(calibration),
         )
         tokens = found.tokens
-        record = Calibration.of(tokens, text=text, used=found.text)
+        calibrated = [m for m in dict.fromkeys(m for _, m in recipe.rules) if m and m.calibrated]
+        record = Calibration.of(
+            tokens,
+            text=text,
+            used=found.text,
+            name="standard input" if calibration == "-" else Path(str(calibration)).name,
+            method=", ".join(map(repr, calibrated)),
+        )
         if len(tokens) < _USUAL_SEQUENCES:
             print(
                 f"infer: {len(tokens)} calibration sequences; {_USUAL_SEQUENCES} or more are usual,"

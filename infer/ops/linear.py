@@ -83,6 +83,12 @@ def linear_f32(
     if seen is not None:
         seen.append((weight, x))
     if isinstance(weight, QArray):
+        if implementation == "native":
+            raise NotImplementedError(
+                f"linear in native: the weights are {weight.format.name} in plain form; repack them"
+                " (infer.load(..., packed=True), infer.models.panels.repack) or, where no native"
+                " kernel takes the format, leave the implementation out"
+            )
         rows = x.reshape(-1, x.shape[-1])
         y = _packed_product(rows, weight, implementation).reshape(*x.shape[:-1], -1)
     else:

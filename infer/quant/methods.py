@@ -103,6 +103,11 @@ class RTN(Method):
         _one_of("convention", self.convention, tuple(rtn.CONVENTIONS))
         _one_of("scale_dtype", self.scale_dtype, ("float16", "bfloat16", "float32"))
         _one_of("activations", self.activations, (None, "int8"))
+        if not self.symmetric and self.convention != "full":
+            raise ConfigError(
+                f"convention is {self.convention!r} and symmetric is False; a convention is of"
+                " scales without zero points: set symmetric=True, or leave convention out"
+            )
 
     def format_for(self, shape: tuple[int, int]) -> PlanarFormat:
         """See `Method`."""

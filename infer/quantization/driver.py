@@ -27,7 +27,7 @@ from infer.quant.methods import AWQ, GPTQ, RTN, Method, SmoothQuant
 from infer.quant.qarray import QArray, dequantize
 from infer.quantization import awq, scaling
 from infer.quantization.observe import Seen, observe_all, run
-from infer.quantization.recipe import MATRICES, Recipe, readers, scaled_inputs
+from infer.quantization.recipe import MATRICES, Recipe, matrices, readers, scaled_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ def quantize(
         raise ConfigError(
             "calibration is given, and no method of this recipe looks at activations; leave it out"
         )
+    last = max((i for i in range(config.num_layers) if _looks(methods, i)), default=-1)
     layers = []
     for i, (layer, weights) in enumerate(zip(config.layers, params.layers, strict=True)):
         mine = {m: methods[f"layers.{i}.{m}"] for m in MATRICES if f"layers.{i}.{m}" in methods}
@@ -90,7 +91,12 @@ def quantize(
                 if m not in mine and getattr(new, m) is getattr(floats, m)
             }
             weights = dataclasses.replace(new, **kept)
-        xs = [run(config, layer, batch, weights, x, turns.get(layer.rope)) for x in xs]
+        if i < last:
+            for n, x in enumerate(xs):  # one after the other, so that no two sets of them are there
+                xs[n] = run(config, layer, batch, weights, x, turns.get(layer.rope))
+                xs[n].block_until_ready()
+        else:
+            xs = []
         layers.append(weights)
         if progress is not None:
             progress(i + 1, config.num_layers)
@@ -105,24 +111,17 @@ def quantize(
 # ---- What is asked ------------------------------------------------------------------------------
 
 
-def _matrices(params: Params) -> dict[str, Any]:
-    """Return the matrices by path."""
-    found = {"embed": params.embed}
-    if params.lm_head is not None:
-        found["lm_head"] = params.lm_head
-    for i, layer in enumerate(params.layers):
-        for name in MATRICES:
-            if getattr(layer, name) is not None:
-                found[f"layers.{i}.{name}"] = getattr(layer, name)
-    return found
+def _looks(methods: Mapping[str, Method], layer: int) -> bool:
+    """Return whether a method of this layer looks at activations."""
+    return any(m.calibrated for p, m in methods.items() if p.startswith(f"layers.{layer}."))
 
 
 def _shapes(params: Params) -> dict[str, tuple[int, int]]:
-    return {path: (w.shape[0], w.shape[1]) for path, w in _matrices(params).items()}
+    return {path: (w.shape[0], w.shape[1]) for path, w in matrices(params).items()}
 
 
 def _check_decodable(params: Params) -> None:
-    if any(isinstance(w, Packed) for w in _matrices(params).values()):
+    if any(isinstance(w, Packed) for w in matrices(params).values()):
         raise ConfigError(
             "the weights are packed for the CPU's native operations, in an order that is not"
             " decoded; load the model with packed='blocks' (GGUF) or packed=False"
@@ -245,8 +244,8 @@ def _quantize_layer(
                     w = scaling.scale_input(config, w, name, s)
                     seen[name] = seen[name].divided(s)
     packed = {}
-    for name, matrices in readers(config).items():
-        for m in matrices:
+    for name, read in readers(config).items():
+        for m in read:
             if m in methods:
                 path = f"layers.{index}.{m}"
                 packed[m] = _round(methods[m], path, m, getattr(w, m), seen.get(name))

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import json
+from typing import Any
 
 import jax
 
@@ -71,5 +72,7 @@ def from_json(text: str) -> Drafter:
     kinds = {kind.__name__: kind for kind in _KINDS.values()}
     if not isinstance(fields, dict) or fields.get("kind") not in kinds:
         raise ValueError(f"no drafter: {text!r:.60}")
-    tuples: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in fields["options"].items()}
+    tuples: dict[str, Any] = {
+        n: tuple(v) if isinstance(v, list) else v for n, v in fields["options"].items()
+    }
     return kinds[fields["kind"]](**tuples)

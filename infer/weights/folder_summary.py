@@ -1,4 +1,6 @@
-"""What a folder in transformers' layout says of itself, for `infer info`.  Headers only; no JAX."""
+"""What a folder in transformers' layout says of itself, for `infer info`.  Headers only; of packed
+weights, which are held against the model as loading does, scales and orders too, and JAX.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ from infer.quant.formats import Format, PlanarFormat
 from infer.tokenizer.folder import chat_templates
 from infer.weights import packed_form
 from infer.weights.folder_config import describe, read_config
+from infer.weights.new_folder import refuse_leftover
 from infer.weights.packed_form import PARTS, PackedForm
 from infer.weights.safetensors import TensorInfo
 from infer.weights.shards import SafetensorsFolder
@@ -31,8 +34,11 @@ def summarise_folder(path: Path) -> Summary:
     folder = ModelFolder(path)
     hf = read_config(folder)
     text = hf.section("text_config") or hf
+    refuse_leftover(path)
     with SafetensorsFolder.open(folder) as files:
         form = packed_form.of_config(hf.values, hf.where)
+        if form is not None:
+            _check(folder, files, form)
         tensors = logical_tensors(files.tensors, form)
     layers = _layers(folder, text, len(tensors))
     sliding = [layer.window for layer in layers if layer.window is not None]
@@ -64,6 +70,15 @@ def summarise_folder(path: Path) -> Summary:
         chat_template=bool(chat_templates(folder)),
         quantisation=None if form is None else _quantisation(form, tensors),
     )
+
+
+def _check(folder: ModelFolder, files: SafetensorsFolder, form: PackedForm) -> None:
+    """Refuse what loading a folder of packed weights refuses."""
+    from infer.weights.packed_folder import check, check_values  # brings JAX
+
+    described = describe(folder)
+    _, places = check(files, described.layout, described.model, form)
+    check_values(files, places)
 
 
 @dataclass(frozen=True)
@@ -120,7 +135,7 @@ def _quantisation(form: PackedForm, tensors: list[LogicalTensor]) -> Quantisatio
         bits_per_weight={
             name: 8 * total.num_bytes / max(total.params, 1) for name, total in found.items()
         },
-        calibration=form.calibration,
+        calibration=None if form.calibration is None else form.calibration.to_json(),
         in_xla=tuple(
             sorted({t.type_name for t in packed if not _has_kernel(t, form.weights[t.name])})
         ),
