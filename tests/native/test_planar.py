@@ -113,7 +113,9 @@ def test_columns_in_an_order_of_their_own():
     normed = rms_norm(x, gain, 1e-5)
     residual = random_rows(5, 40, seed=9)
     norm = (jnp.asarray(gain), 1e-5)
-    (y,) = ops.linears(jnp.asarray(x), (packed,), (None,), norm=norm, residual=jnp.asarray(residual))
+    (y,) = ops.linears(
+        jnp.asarray(x), (packed,), (None,), norm=norm, residual=jnp.asarray(residual)
+    )
     seen = np.empty_like(normed)
     seen[:, perm] = rounded(normed[:, perm])  # groups are of the codes' order
     want = seen @ w.T + residual
@@ -124,9 +126,7 @@ def test_columns_in_an_order_of_their_own():
 
 OWN = {
     "a token": RTN(bits=8, group_size="channel", activations="int8"),
-    "a token, groups, zero points": RTN(
-        bits=4, group_size=16, symmetric=False, activations="int8"
-    ),
+    "a token, groups, zero points": RTN(bits=4, group_size=16, symmetric=False, activations="int8"),
     "stored": SmoothQuant(static=True),
     "e4m3": FP8(activations="token"),
     "e4m3 of blocks": FP8(granularity="block", activations="block"),
@@ -137,9 +137,7 @@ def own(name: str, shape: tuple[int, int]) -> QArray:
     method = OWN[name]
     if isinstance(method, SmoothQuant):
         q = weight(shape, method.weights)
-        return dataclasses.replace(
-            q, act_scale=jnp.float32(0.03), format=method.format_for(shape)
-        )
+        return dataclasses.replace(q, act_scale=jnp.float32(0.03), format=method.format_for(shape))
     return weight(shape, method)
 
 
