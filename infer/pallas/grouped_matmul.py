@@ -95,8 +95,8 @@ def _kernel(
 
     zeros = jnp.zeros((blocks.block_out, blocks.block_rows), jnp.float32)
     # No steps for a tile without rows.
-    num_steps = jnp.where(first < end, plans[0].num_steps, 0)
-    totals = lax.fori_loop(0, num_steps, step, (zeros,) * len(plans))
+    num_steps = jnp.where(first < end, jnp.int32(plans[0].num_steps), jnp.int32(0))
+    totals = lax.fori_loop(jnp.int32(0), num_steps, step, (zeros,) * len(plans))
     if activation is None:
         y = totals[0]
     else:

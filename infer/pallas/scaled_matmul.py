@@ -58,7 +58,7 @@ class ScaledMatmulBlocks:
 
 def _kernel(
     # inputs
-    x_ref,  # int8 or e4m3 [T, I]
+    x_ref,  # uint8 [T, I], the bits of int8 or e4m3
     x_scale_ref,  # f32 [T, 1] or [T, ceil(I / 128)]
     data_ref,  # uint8 [O, I]
     scale_ref,  # [R, Q]
@@ -88,9 +88,9 @@ def _kernel(
         x = load(x_ref, t[None, :], i[:, None], mask=rows[None, :] & (i < width)[:, None], other=0)
         if code == "int":
             # The zero point is 128: the same bits with the sign turned are the signed integer.
-            w = lax.bitcast_convert_type(w ^ jnp.uint8(0x80), jnp.int8)
-        else:
-            w = lax.bitcast_convert_type(w, jnp.float8_e4m3fn)
+            w = w ^ jnp.uint8(0x80)
+        dtype = jnp.int8 if code == "int" else jnp.float8_e4m3fn
+        w, x = (lax.bitcast_convert_type(bits, dtype) for bits in (w, x))
         dims = (((1,), (0,)), ((), ()))
         sums = lax.dot_general(w, x, dims, preferred_element_type=total_dtype)
         return total + (sums * scale_of(b) if by_block else sums)
@@ -150,7 +150,7 @@ def scaled_matmul(
     blocks = blocks or ScaledMatmulBlocks.for_shape(num_rows)
     return triton_call(
         functools.partial(_kernel, code=format.code, span=format.rows or out, blocks=blocks),
-        x,
+        lax.bitcast_convert_type(x, jnp.uint8),
         x_scale.astype(jnp.float32),
         weight.data,
         weight.scale,
