@@ -38,9 +38,9 @@ import infer  # noqa: E402
 from infer.bench import peers  # noqa: E402
 from infer.bench.machine import cpu_name, use_threads  # noqa: E402
 from infer.cache import paged  # noqa: E402
-from infer.generation.forward import through_layers  # noqa: E402
 from infer.model import resolve  # noqa: E402
 from infer.models import decoder  # noqa: E402
+from infer.models.paged_forward import through_layers  # noqa: E402
 from infer.models.params import Params  # noqa: E402
 from infer.native.repack import Packed  # noqa: E402
 from infer.weights.gguf import GGUFFile  # noqa: E402

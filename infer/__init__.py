@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infer import eval, quant, quantization
+    from infer import eval, quant, quantization, spec
     from infer.backend import backends, use_backend
     from infer.compiling import compile_stats
     from infer.config import ModelConfig
@@ -78,7 +78,7 @@ _HOME = {
     "use_backend": "infer.backend",
 }
 # Rooms that are public as a whole.
-_ROOMS = ("eval", "quant", "quantization")
+_ROOMS = ("eval", "quant", "quantization", "spec")
 __all__ = [*sorted(_HOME), *_ROOMS, "__version__"]
 
 

@@ -41,7 +41,7 @@ class LLM:
         seed: of the draws of requests that have no seed of their own; each call has other draws,
             and the calls of a new LLM repeat them.
         options: `infer.generate`'s num_slots, page_size, num_pages, prefill_chunk, logprobs_mode,
-            share_prefixes, implementation, command_buffers, kv_dtype.
+            share_prefixes, implementation, command_buffers, kv_dtype, draft.
 
     Attributes:
         model: the loaded Model.
@@ -66,7 +66,7 @@ class LLM:
         except TypeError:
             known = (
                 "num_slots, page_size, num_pages, prefill_chunk, logprobs_mode, share_prefixes, "
-                "implementation, command_buffers and kv_dtype"
+                "implementation, command_buffers, kv_dtype and draft"
             )
             raise ConfigError(
                 f"LLM has no option {', '.join(options)}; beside dtype, packed, revision, device "

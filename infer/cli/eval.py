@@ -62,7 +62,7 @@ Packed2Option = Annotated[
 ]
 KvOption = Annotated[
     str | None,
-    typer.Option(help="Of the cache: float32, bfloat16, float16 [default: activations']."),
+    typer.Option(help="Of the cache, as in `infer generate` [default: activations']."),
 ]
 Kv2Option = Annotated[str | None, typer.Option(help="Of M2's cache [default: as --kv-dtype].")]
 ImplementationOption = Annotated[str | None, typer.Option(help="As in `infer generate`.")]

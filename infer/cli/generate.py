@@ -11,9 +11,11 @@ import typer
 
 from infer import native
 from infer.cli.batch import Batch
+from infer.cli.drafting import check_draft, drafter_of
 from infer.cli.interrupt import interruptible
 from infer.cli.loading import check_name, load_model, use_compilation_cache
 from infer.cli.options import (
+    DraftOption,
     DtypeOption,
     ImplementationOption,
     KVDtypeOption,
@@ -30,9 +32,9 @@ from infer.cli.request import Prompt, read_batch, read_prompts, sampling_fields,
 from infer.errors import ConfigError
 from infer.serve.batch_file import is_openai_batch
 
-# Of the result's figures, those that `--json` prints beside load_s; the last two only if present.
+# Of the result's figures, those that `--json` prints beside load_s; the last three only if present.
 _STATS = ("compile_s", "ttft_s", "decode_tokens_per_s", "prefill_tokens_per_s", "compiles")
-_OPTIONAL_STATS = ("acceptance_rate", "seed")
+_OPTIONAL_STATS = ("acceptance_rate", "tokens_per_pass", "seed")
 
 
 def generate(
@@ -77,6 +79,7 @@ def generate(
         int | None, typer.Option(min=1, help="Prompt tokens a prefill step.")
     ] = None,
     kv_dtype: KVDtypeOption = None,
+    draft: DraftOption = None,
     implementation: ImplementationOption = None,
     dtype: DtypeOption = None,
     packed: PackedOption = None,
@@ -97,7 +100,18 @@ def generate(
         if packed is not None:
             raise ConfigError("--packed keeps the file's own weights, --quantize packs others")
         check_name(quantize)
-    load = lambda: load_model(model, dtype, packed, value_of(implementation), quantize=quantize)
+    if draft is not None:
+        check_draft(draft)
+    options: dict[str, Any] = {}
+
+    def load() -> tuple[Any, float]:
+        loaded, seconds = load_model(
+            model, dtype, packed, value_of(implementation), quantize=quantize
+        )
+        if draft is not None:
+            options["draft"] = drafter_of(draft, loaded, dtype, packed, value_of(implementation))
+        return loaded, seconds
+
     batch = None if batch_file is None else read_batch(batch_file)
     given = {
         "num_slots": num_slots,
@@ -106,7 +120,7 @@ def generate(
         "implementation": value_of(implementation),
         "kv_dtype": value_of(kv_dtype),
     }
-    options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
+    options |= {name: x for name, x in given.items() if x is not None}
     if batch is not None and is_openai_batch(batch[1]):
         if chat or logprobs:
             raise ConfigError(
@@ -273,6 +287,8 @@ def summary(stats: dict[str, Any], text: str = "", model: Any = None) -> str:
         rate = len(model.tokenizer.encode(text)) / stats["rest_s"]
     if rate is not None:
         parts.append(f"{rate:.1f} tokens/s")
+    if stats.get("acceptance_rate") is not None:
+        parts.append(f"{stats['acceptance_rate']:.0%} of drafts accepted")
     if stats.get("ttft_s") is not None:
         parts.append(f"first token after {stats['ttft_s']:.3f} s")
     if stats.get("load_s") is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from infer.cache.pool import kv_dtype_name
 from infer.errors import ConfigError, RequestError
 from infer.eval import memory, overlap, statistics
 from infer.eval.results import (
@@ -23,7 +24,6 @@ from infer.eval.results import (
 )
 from infer.eval.scoring import TokenDivergence, TokenScores, check_tokens, score_windows
 from infer.eval.windows import CONTEXT, Scored, Windows, all_windows, too_few
-from infer.generation.prepare import kv_dtype_name
 from infer.model import Model
 from infer.models.params import Params
 from infer.ops.choice import check_implementation

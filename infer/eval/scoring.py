@@ -18,9 +18,9 @@ from jaxtyping import Bool, Float, Int
 from infer.backend import default_platform
 from infer.cache import paged
 from infer.errors import ConfigError, RequestError
-from infer.generation.forward import through_layers
 from infer.generation.prepare import TILE, bucket
 from infer.models import decoder
+from infer.models.paged_forward import through_layers
 from infer.models.params import Params
 
 _PAGE = 16
@@ -165,7 +165,7 @@ def _states(
         num_pages=batch * pages,
         page_size=_PAGE,
         pages_per_row=pages,
-        dtype=jnp.dtype(kv_dtype or params.dtype),
+        dtype=kv_dtype or params.dtype,
     )
     cache, _ = paged.allocate(cache, jnp.full(batch, pages, jnp.int32))
     spans = jnp.repeat(lengths, width * tile)

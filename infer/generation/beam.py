@@ -21,8 +21,8 @@ from jaxtyping import Bool, Float, Int
 
 from infer.cache import paged
 from infer.cache.paged import PagedCache
-from infer.generation.forward import through_layers
 from infer.models import decoder
+from infer.models.paged_forward import through_layers
 from infer.models.params import Params
 from infer.pytree import Leaf, pytree_dataclass
 

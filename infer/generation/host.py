@@ -16,6 +16,7 @@ from jax import Array
 from infer.backend import check_memory, default_platform
 from infer.cache import paged
 from infer.cache.layout import pool_bytes
+from infer.cache.pool import kv_dtype_name
 from infer.compiling import (
     COMMAND_BUFFERS,
     give_back_memory,
@@ -25,7 +26,7 @@ from infer.compiling import (
 )
 from infer.config import ModelConfig
 from infer.errors import RequestError
-from infer.generation import prepare, rows
+from infer.generation import prepare, rows, speculation
 from infer.generation.prefixes import Prefixes, find_prefixes
 from infer.generation.prepare import Caps, RunOptions, TextCodec
 from infer.generation.program import run
@@ -38,6 +39,8 @@ from infer.generation.text import RowText
 from infer.models.params import Params
 from infer.ops.choice import recording
 from infer.sampling import GREEDY_BELOW, SamplingParams
+from infer.spec.drafters import Drafter
+from infer.spec.policy import NOT_FORCED
 
 PROGRAM = "generate"
 _FOREVER = np.int32(2**31 - 1)
@@ -51,6 +54,7 @@ def traced_run(
     state: State,
     max_turns: Array,
     until_first: Array,
+    drafter: Drafter | None = None,
     *,
     caps: Caps,
 ) -> State:
@@ -64,10 +68,11 @@ def traced_run(
             max_turns,
             until_first,
             lanes=caps.lanes,
+            drafter=drafter,
             processed_logprobs=caps.processed_logprobs,
             implementation=caps.implementation,
         )
-    _choices[_program_key(params, caps)] = {c.op: c.implementation for c in choices}
+    _choices[_program_key(params, drafter, caps)] = {c.op: c.implementation for c in choices}
     return state
 
 
@@ -75,8 +80,8 @@ def traced_run(
 _choices: dict[Any, dict[str, str]] = {}
 
 
-def _program_key(params: Params, caps: Caps) -> Any:
-    return jax.tree.structure(params), str(params.dtype), caps
+def _program_key(params: Params, drafter: Drafter | None, caps: Caps) -> Any:
+    return jax.tree.structure((params, drafter)), str(params.dtype), caps
 
 
 def _in_a_word(ran: dict[str, str]) -> str:
@@ -96,21 +101,34 @@ def run_program(
     state: State,
     max_turns: Array,
     until_first: Array,
+    drafter: Drafter | None = None,
     *,
     caps: Caps,
 ) -> State:
     """Call the compiled program of `caps`; `state` is donated."""
     program = _run_as_graph if caps.command_buffers else _run_plain
-    return program(params, requests, state, max_turns, until_first, caps=caps)
+    return program(params, requests, state, max_turns, until_first, drafter, caps=caps)
 
+
+# Seconds of a turn in each tier of speculation, and of one that drafts in vain, of each program.
+_turn_seconds: dict[Any, list[float]] = {}
+# To time turns: so many of each kind in a call, in so many rounds of all kinds.
+_TIMED_TURNS, _TIMED_ROUNDS = 2, 3
 
 _finish = jax.jit(finish_rows, donate_argnames="state")
 
 
 @functools.partial(jax.jit, static_argnames=("caps", "pad_id"))
-def start(params: Params, requests: Requests, *, caps: Caps, pad_id: int) -> State:
+def start(
+    params: Params,
+    requests: Requests,
+    drafter: Drafter | None = None,
+    *,
+    caps: Caps,
+    pad_id: int,
+) -> State:
     """Return the state before the first turn."""
-    return prepare.fresh_state(params, requests, caps, pad_id)
+    return prepare.fresh_state(params, requests, caps, pad_id, drafter)
 
 
 class Job:
@@ -124,12 +142,13 @@ class Job:
         caps: Caps,
         tokenizer: TextCodec | None,
         seed: int | None,
+        drafter: Drafter | None = None,
     ) -> None:
-        self.params, self.rows = params, rows
+        self.params, self.rows, self.drafter = params, rows, drafter
         self.requests, self.caps, self.seed = requests, caps, seed
         pad_id = tokenizer.pad_id if tokenizer else None
         self.pad_id = 0 if pad_id is None else pad_id
-        self.state = start(params, requests, caps=caps, pad_id=self.pad_id)
+        self.state = start(params, requests, drafter, caps=caps, pad_id=self.pad_id)
         self.text = None if tokenizer is None else [RowText(tokenizer, r.sampling) for r in rows]
         self.compile_s = self.ttft_s = self.decode_s = 0.0
         self.compiles = 0
@@ -171,9 +190,16 @@ class Job:
         slots = options.slots(requests_cap)
         pages_per_row = int(paged.pages_for(prompt_cap + new_cap, options.page_size))
         pages = options.num_pages or slots * pages_per_row
+        drafter, models = options.draft, (config,)
+        if drafter is not None:
+            prepare.check_draft(drafter, config, pages, options.page_size)
+            models = (config, *drafter.cached(config))
         check_memory(
             f"a page pool of {pages} pages of {options.page_size} tokens",
-            pool_bytes(config, pages, options.page_size, options.kv_dtype or params.dtype),
+            sum(
+                pool_bytes(model, pages, options.page_size, options.kv_dtype or params.dtype)
+                for model in models
+            ),
             "lower num_slots, num_pages or max_tokens",
         )
         rows.check_pool(todo, options.page_size, pages)
@@ -189,7 +215,8 @@ class Job:
             lanes=prepare.lanes_for(options.prefill_chunk, prompt_cap, slots),
             implementation=options.implementation,
             command_buffers=options.command_buffers and default_platform() == "gpu",
-            kv_dtype=prepare.kv_dtype_name(options.kv_dtype),
+            kv_dtype=kv_dtype_name(options.kv_dtype),
+            draft=None if drafter is None else str(drafter),
             **(rows.caps_of(todo, config.vocab_size) | room.features),
         )
         state = rows.sampling_state(todo, key, caps, config.vocab_size)
@@ -197,7 +224,7 @@ class Job:
         if options.share_prefixes:
             prefixes = prefixes_of(todo, config, caps)
         requests = rows.request_arrays(todo, state, prefixes, caps)
-        return cls(params, todo, requests, caps, tokenizer, seed)
+        return cls(params, todo, requests, caps, tokenizer, seed, drafter)
 
     @classmethod
     def resumed(cls, params: Params, saved: StreamState, tokenizer: TextCodec | None) -> "Job":
@@ -207,7 +234,7 @@ class Job:
         todo = rows.expand_rows([prompt], [saved.params()], params.config, tokenizer)
         graph = saved.caps.command_buffers and default_platform() == "gpu"
         caps = dataclasses.replace(saved.caps, command_buffers=graph)
-        job = cls(params, todo, saved.requests, caps, tokenizer, None)
+        job = cls(params, todo, saved.requests, caps, tokenizer, None, saved.drafter)
         job.state = jax.tree.map(jnp.copy, saved.state)
         if job.text is not None:
             job._read()
@@ -219,7 +246,7 @@ class Job:
 
     def saved(self) -> StreamState:
         """Return a copy of a job of one request as it is now."""
-        return StreamState.of(self.requests, self.state, self.caps, self.rows[0])
+        return StreamState.of(self.requests, self.state, self.caps, self.rows[0], self.drafter)
 
     def _run(self, max_turns: int | np.int32, until_first: bool) -> float:
         """Advance the state and return the seconds it took."""
@@ -230,6 +257,7 @@ class Job:
             self.state,
             jnp.asarray(max_turns, jnp.int32),
             jnp.asarray(until_first),
+            self.drafter,
             caps=self.caps,
         )
         jax.block_until_ready(self.state.counters.turns)
@@ -239,7 +267,7 @@ class Job:
         """Compile the program by a call of no turns, so that compiling and running are timed
         apart.
         """
-        if _program_key(self.params, self.caps) not in _choices:
+        if _program_key(self.params, self.drafter, self.caps) not in _choices:
             make_room_for_programs()
         before = num_traces(PROGRAM)
         seconds = self._run(0, False)
@@ -256,6 +284,73 @@ class Job:
         self.first_tokens = int(np.sum(np.asarray(self.state.output.lengths)))
         self.first_prompt_tokens = int(self.state.counters.prompt_tokens)
 
+    def learn_costs(self) -> None:
+        """Time a few turns with each number of drafts, unless that is known, and let the loop
+        choose by these times.
+
+        All turns are of use: the output does not depend on the number of drafts.
+        """
+        drafter = self.drafter
+        if drafter is None or not drafter.adaptive or drafter.costs is not None:
+            return
+        program = _program_key(self.params, drafter, self.caps)
+        if program not in _turn_seconds:
+            found = self.time_turns()
+            if found is None:
+                return  # too short a run: the next one tries
+            _turn_seconds[program] = found
+        seconds = np.asarray(_turn_seconds[program], np.float32)
+        self._change_policy(seconds=seconds)
+
+    def time_turns(self) -> list[float] | None:
+        """Return seconds of a turn in each tier, and of one that drafts in vain, of a job that has
+        its first tokens; None if it has no such turns left, or does something else beside them.
+        """
+        assert self.drafter is not None
+        num_tiers = len(self.drafter.widths)
+        modes = [*((t, t) for t in range(num_tiers)), (num_tiers - 1, 0)]
+        best = [math.inf] * len(modes)
+        idle = math.inf  # what a call costs
+        whole = True
+        for _ in range(_TIMED_ROUNDS):
+            for i, mode in enumerate(modes):
+                before = self._progress()
+                idle = min(idle, self._run(before["turns"], False))
+                self._change_policy(forced=np.asarray(mode, np.int32))
+                seconds = self._run(before["turns"] + _TIMED_TURNS, False)
+                self.decode_s += seconds
+                best[i] = min(best[i], seconds)
+                after = self._progress()
+                wanted = {"turns": _TIMED_TURNS, "generating": _TIMED_TURNS, "prompt_tokens": 0}
+                whole = all(after[name] - before[name] == n for name, n in wanted.items())
+                if not whole:
+                    break
+            if not whole:
+                break
+        self._change_policy(forced=np.full(2, NOT_FORCED, np.int32))
+        return [max(s - idle, 1e-6) / _TIMED_TURNS for s in best] if whole else None
+
+    def _progress(self) -> dict[str, int]:
+        counters, carried = self.state.counters, self.state.speculation
+        assert carried is not None
+        return {
+            "turns": int(counters.turns),
+            "prompt_tokens": int(counters.prompt_tokens),
+            "generating": int(np.sum(np.asarray(carried.passes))),
+        }
+
+    def _change_policy(self, **values: np.ndarray) -> None:
+        """Put values into the state, each where its predecessor lies."""
+        carried = self.state.speculation
+        assert carried is not None
+        old = carried.policy
+        place = lambda new, leaf: jax.device_put(new, leaf.sharding if leaf.committed else None)
+        new = {name: place(value, getattr(old, name)) for name, value in values.items()}
+        policy = dataclasses.replace(old, **new)
+        self.state = dataclasses.replace(
+            self.state, speculation=dataclasses.replace(carried, policy=policy)
+        )
+
     def run_all(self) -> None:
         """Run to the end: in one call, or in bursts where stop strings are searched for."""
         if any(r.sampling.stop for r in self.rows):
@@ -263,13 +358,15 @@ class Job:
                 pass
         else:
             self.run_to_first_tokens()
-            self.decode_s = self._run(_FOREVER, False)
+            self.learn_costs()
+            self.decode_s += self._run(_FOREVER, False)
         if self.text is not None:
             self._read()
 
     def bursts(self, turns: int = _BURST_TURNS) -> Iterator[str]:
         """Run a few turns at a time; yield the new text of the first row after each burst."""
         self.run_to_first_tokens()
+        self.learn_costs()
         while True:
             if self.text is not None:
                 yield self._read()
@@ -315,7 +412,7 @@ class Job:
         reasons = np.asarray(self.state.output.finish)[: len(self.rows)]
         # Prompt tokens of the first wave only: later ones are prefilled among the decode passes.
         first_wave = self.first_prompt_tokens
-        ran = _choices.get(_program_key(self.params, self.caps), {})
+        ran = _choices.get(_program_key(self.params, self.drafter, self.caps), {})
         stats = {
             "backend": self.backend,
             "implementation": _in_a_word(ran),
@@ -330,6 +427,8 @@ class Job:
             "aborted": int(np.sum(reasons == Finish.ABORT)),
         } | {name: int(value) for name, value in vars(self.state.counters).items()}
         stats |= self.placement
+        if self.drafter is not None and self.state.speculation is not None:
+            stats |= speculation.figures(self.drafter, self.state.speculation)
         return stats | ({"seed": self.seed} if self.seed is not None else {})
 
 

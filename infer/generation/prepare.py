@@ -2,6 +2,7 @@
 clear errors.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -13,11 +14,15 @@ from jax.typing import DTypeLike
 
 from infer.backend import default_platform
 from infer.cache import paged
+from infer.cache.pool import kv_dtype_name
 from infer.config import ModelConfig
-from infer.errors import ConfigError, RequestError
+from infer.errors import RequestError
+from infer.generation import speculation
 from infer.generation.state import Lanes, Requests, State, initial_state
 from infer.models.params import Params
 from infer.ops.choice import check_implementation
+from infer.spec.drafters import Drafter
+from infer.spec.policy import stated_seconds
 
 # One tile of a prefill pass: long enough for full dots, short enough that a short prompt wastes
 # little.
@@ -25,6 +30,9 @@ TILE = 64
 # Tokens of a prefill pass on a CPU: measured 5% slower per token than 256, and 64 20% slower.
 _CPU_PASS = 128
 LOGPROB_COUNTS = (0, 1, 5, 20)
+# Tokens whose arithmetic takes as long as reading the weights: what a round costs where nothing was
+# measured.  Packed SmolLM2 on two cores takes 5 ms a pass and 2.9 ms a token; the GPU's is a guess.
+_WEIGHTS_IN_TOKENS = {"cpu": 2, "gpu": 128}
 # Slots when none are asked for: XLA:CPU's products gain little per row past about eight rows.
 _DEFAULT_SLOTS = {"cpu": 8, "gpu": 64}
 
@@ -69,7 +77,9 @@ _MOST = {"num_slots": 2**16, "page_size": 2**16, "num_pages": 2**28, "prefill_ch
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a call is run; none of it changes what is generated.  See `generate` for the meanings."""
+    """How a call is run; none of it changes what is generated, or, with `draft`, the distribution
+    of that.  See `generate` for the meanings.
+    """
 
     num_slots: int | None = None
     page_size: int = 16
@@ -80,6 +90,7 @@ class RunOptions:
     implementation: str | None = None
     command_buffers: bool = True
     kv_dtype: DTypeLike | None = None  # kept as its name
+    draft: Drafter | None = None
     room: Room = Room()
 
     def __post_init__(self) -> None:
@@ -89,6 +100,11 @@ class RunOptions:
             raise RequestError(
                 f"logprobs_mode is {self.logprobs_mode!r}, must be 'raw' (the model's own) or "
                 "'processed' (after masks, penalties, temperature and filters)"
+            )
+        if self.draft is not None and not isinstance(self.draft, Drafter):
+            raise RequestError(
+                f"draft is {self.draft!r:.80}; pass a drafter, such as infer.spec.NGram(k=4), or "
+                "None"
             )
         for name in ("num_slots", "page_size", "num_pages", "prefill_chunk"):
             value = getattr(self, name)
@@ -124,35 +140,11 @@ class Caps:
     implementation: str | None = None
     command_buffers: bool = False
     kv_dtype: str | None = None
+    draft: str | None = None  # the drafter's options in words
 
-    def cache_dtype(self, params: Params) -> jnp.dtype:
-        """Return the dtype of cached keys and values."""
-        return jnp.dtype(self.kv_dtype or params.dtype)
-
-
-# What keys and values can be cached in.
-KV_DTYPES = ("float32", "bfloat16", "float16")
-
-
-def kv_dtype_name(dtype: DTypeLike | None) -> str | None:
-    """Return the name of a dtype that keys and values can be cached in, given in any way that JAX
-    knows; None for None.
-
-    Raises:
-        ConfigError: it is none of KV_DTYPES.
-    """
-    if dtype is None:
-        return None
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = None
-    if name not in KV_DTYPES:
-        raise ConfigError(
-            f"kv_dtype is {dtype!r:.80}; there are {', '.join(map(repr, KV_DTYPES))}, and None is "
-            "the dtype of the activations"
-        )
-    return name
+    def cache_dtype(self, params: Params) -> str:
+        """Return the name of the dtype of cached keys and values."""
+        return self.kv_dtype or params.dtype.name
 
 
 def bucket(value: int, smallest: int) -> int:
@@ -284,7 +276,39 @@ def check_prompts(rows: list[list[int]], config: ModelConfig) -> None:
             )
 
 
-def fresh_state(params: Params, requests: Requests, caps: Caps, pad_id: int) -> State:
+def check_draft(drafter: Drafter, config: ModelConfig, num_pages: int, page_size: int) -> None:
+    """Raise RequestError unless the drafter can draft for this model in a pool of that size."""
+    k = drafter.k
+    if k + 2 > config.max_context:
+        raise RequestError(
+            f"draft.k is {k}, and the model's context is {config.max_context}: a round is k + 1 "
+            f"tokens after at least one of a prompt; lower k to {config.max_context - 2} or less"
+        )
+    if k + 2 > num_pages * page_size:
+        raise RequestError(
+            f"draft.k is {k}, and the pool has {num_pages} pages of {page_size} tokens: a round is "
+            "k + 1 tokens after at least one of a prompt; lower k or raise num_pages"
+        )
+    drafter.check(config)
+
+
+def turn_seconds(drafter: Drafter, num_slots: int) -> list[float]:
+    """Return what a turn in each tier costs, and one that drafts in vain: the drafter's own figures
+    where it has some, else a guess in plain decode turns.
+    """
+    if drafter.costs is not None:
+        return [*drafter.costs, drafter.costs[0]]
+    weights = _WEIGHTS_IN_TOKENS.get(default_platform(), _WEIGHTS_IN_TOKENS["gpu"])
+    return stated_seconds(drafter.widths, num_slots, weights)
+
+
+def fresh_state(
+    params: Params,
+    requests: Requests,
+    caps: Caps,
+    pad_id: int,
+    drafter: Drafter | None = None,
+) -> State:
     """Return the state before the first turn, its cache empty."""
     cache = paged.create(
         params.config,
@@ -293,8 +317,9 @@ def fresh_state(params: Params, requests: Requests, caps: Caps, pad_id: int) -> 
         page_size=caps.page_size,
         pages_per_row=caps.pages_per_row,
         dtype=caps.cache_dtype(params),
+        more=() if drafter is None else drafter.cached(params.config),
     )
-    return initial_state(
+    state = initial_state(
         cache,
         requests,
         hidden_size=params.config.hidden_size,
@@ -305,6 +330,11 @@ def fresh_state(params: Params, requests: Requests, caps: Caps, pad_id: int) -> 
         vocab_size=params.config.vocab_size,
         pad_id=pad_id,
     )
+    if drafter is None:
+        return state
+    seconds = jnp.asarray(turn_seconds(drafter, caps.slots), jnp.float32)
+    begun = speculation.initial(drafter, params, caps.slots, caps.requests, seconds)
+    return dataclasses.replace(state, speculation=begun)
 
 
 def typed_key(key: object) -> jax.Array:

@@ -2,9 +2,11 @@
 
 A turn runs prefill passes over tiles of the waiting prompts, as far as its token budget goes, then
 at most one decode pass, one token for every slot that has exactly one token to do; then it samples
-once for all slots that are ready.  Each step is a `while_loop` of few or no trips: the page pools
-stay in place, which `lax.cond` with two writing branches would not allow.  Each has one shape for
-the whole run.
+once for all slots that are ready.  With a drafter, the slots that have generated already run a
+round of drafts instead (`speculation.py`) in turns where there are drafts.
+
+Each step is a `while_loop` of few or no trips: the page pools stay in place, which `lax.cond` with
+two writing branches would not allow.  Each has one shape for the whole run.
 
 A prompt is always cut at multiples of the tile, and a lone last token always goes to the decode
 pass, so the arithmetic of a request does not depend on what its neighbours do.
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from infer.generation.forward import through_layers
+from infer.generation import speculation
 from infer.generation.slots import admit, begin_forks, retire
 from infer.generation.state import (
     Finish,
@@ -38,6 +40,7 @@ from infer.generation.state import (
     unfinished,
 )
 from infer.models import decoder
+from infer.models.paged_forward import through_layers
 from infer.models.params import Params
 from infer.ops.sample import logsumexp, process_logits, sample
 from infer.pytree import Leaf, pytree_dataclass
@@ -51,6 +54,7 @@ from infer.sampling import (
     take,
     top_log_probabilities,
 )
+from infer.spec.drafters import Drafter, Tile
 
 
 @pytree_dataclass
@@ -69,6 +73,7 @@ def run(
     until_first: Bool[Array, ""],
     *,
     lanes: Lanes,
+    drafter: Drafter | None = None,
     processed_logprobs: bool = False,
     implementation: str | None = None,
 ) -> State:
@@ -82,6 +87,8 @@ def run(
         max_turns: absolute number of turns at which to return.
         until_first: return as soon as no admitted request waits for its first token.
         lanes: shape of a prefill pass.
+        drafter: proposes tokens, which the model judges several at a time; `state` carries what it
+            remembers.  None decodes token by token.
         processed_logprobs: report log-probabilities of the distribution that is sampled, after
             masks, penalties, temperature and filters, instead of the raw model's.
         implementation: of the ops; None chooses.
@@ -98,6 +105,7 @@ def run(
             requests,
             s,
             lanes=lanes,
+            drafter=drafter,
             processed_logprobs=processed_logprobs,
             implementation=implementation,
         )
@@ -111,6 +119,7 @@ def one_turn(
     state: State,
     *,
     lanes: Lanes,
+    drafter: Drafter | None = None,
     processed_logprobs: bool = False,
     implementation: str | None = None,
 ) -> State:
@@ -121,22 +130,34 @@ def one_turn(
         x=jnp.zeros((num_slots, params.config.hidden_size), params.dtype),
         rows=jnp.zeros(num_slots, bool),
     )
+    if drafter is not None:
+        state = speculation.begin_turn(drafter, state)
     c = (state, none)
     prefill = lambda state, ready: _prefill_pass(
-        params, requests, state, ready, lanes, implementation
+        params, requests, state, ready, lanes, drafter, implementation
     )
     _, c = lax.while_loop(
         lambda c: (c[0] < lanes.passes) & jnp.any(todo(c[1][0]) > 1),
         lambda c: (c[0] + 1, prefill(*c[1])),
         (jnp.zeros((), jnp.int32), c),
     )
-    decode = lambda c: _decode_pass(params, requests, c[0], c[1], implementation)
-    c = at_most_once(jnp.any(todo(c[0]) == 1), decode, c)
+    planned, drafts = None, jnp.zeros(num_slots, bool)
+    if drafter is not None:
+        s, planned = speculation.plan(params, drafter, requests, c[0], implementation)
+        c, drafts = (s, c[1]), planned.rows & (planned.width > 0)
+    decode = lambda c: _decode_pass(
+        params, requests, c[0], c[1], (todo(c[0]) == 1) & ~drafts, drafter, implementation
+    )
+    c = at_most_once(jnp.any((todo(c[0]) == 1) & ~drafts), decode, c)
     s, ready = _with_forks(requests, *c)
     # Nothing is ready after most turns of a long prompt alone: the head, as dear as several
     # layers, is skipped.
     emit = lambda s: _emit(params, requests, s, ready, processed_logprobs, implementation)
     s = at_most_once(jnp.any(ready.rows), emit, s)
+    if drafter is not None and planned is not None:
+        s = speculation.finish_turn(
+            params, drafter, requests, s, planned, processed_logprobs, implementation
+        )
     return admit(_counted(s, turns=1), requests)
 
 
@@ -169,6 +190,7 @@ def _prefill_pass(
     state: State,
     ready: Ready,
     lanes: Lanes,
+    drafter: Drafter | None,
     implementation: str | None,
 ) -> tuple[State, Ready]:
     """Put up to `num_tiles` tiles of prompts into the cache, oldest request first; note which
@@ -198,21 +220,22 @@ def _prefill_pass(
     slots_flat = jnp.repeat(jnp.where(used, slot, none), lanes.tile)
     table = state.cache.page_table[slot]
     spans = jnp.repeat(planned_length(requests, row), lanes.tile)
-    x, cache = through_layers(
-        params,
-        state.cache,
-        tokens.reshape(-1),
-        positions,
-        slots_flat,
-        table,
-        spans,
-        implementation,
+    tile = Tile(
+        tokens=tokens.reshape(-1),
+        positions=positions,
+        slots=slots_flat,
+        page_table=table,
+        spans=spans,
     )
+    x, state = _through(params, state, tile, implementation)
+    if drafter is not None:
+        state = speculation.prefilled(params, drafter, state, tile, implementation)
 
     output = _score_prompts(params, requests, state.output, x, row, positions, implementation)
     target = jnp.where(used, slot, num_slots)
     done = jnp.zeros(num_slots, jnp.int32).at[target].add(count, mode="drop")
     last = jnp.zeros(num_slots, jnp.int32).at[target].max(g * lanes.tile + count - 1, mode="drop")
+    cache = state.cache
     cache = dataclasses.replace(cache, lengths=cache.lengths.at[:num_slots].add(done))
     state = dataclasses.replace(state, cache=cache, output=output)
     state = _counted(state, prefill_passes=1, prompt_tokens=jnp.sum(done, dtype=jnp.int32))
@@ -265,31 +288,62 @@ def _score_prompts(
 
 
 def _decode_pass(
-    params: Params, requests: Requests, state: State, ready: Ready, implementation: str | None
+    params: Params,
+    requests: Requests,
+    state: State,
+    ready: Ready,
+    active: Bool[Array, " B"],
+    drafter: Drafter | None,
+    implementation: str | None,
 ) -> tuple[State, Ready]:
-    """Run one token of every slot that has exactly one to do."""
+    """Run one token of every slot in `active`: they have exactly one to do."""
     num_slots = state.request.shape[0]
-    active = tokens_to_do(state, requests) == 1
     positions = jnp.where(active, state.cache.lengths[:num_slots], -1)
     row = row_of(state, requests)
     from_prompt = requests.prompts.at[row, positions].get(mode="clip")
-    tokens = jnp.where(state.num_generated == 0, from_prompt, state.last_token)
+    first = state.num_generated == 0
+    tokens = jnp.where(first, from_prompt, state.last_token)
     slots = jnp.arange(num_slots, dtype=jnp.int32)
+    tile = Tile(
+        tokens=tokens,
+        positions=positions[:, None],
+        slots=jnp.where(active, slots, state.cache.page_table.shape[0]),
+        page_table=state.cache.page_table[:num_slots],
+        spans=planned_length(requests, row),
+    )
+    x, state = _through(params, state, tile, implementation)
+    if drafter is not None:
+        last = dataclasses.replace(
+            tile,
+            positions=jnp.where(first[:, None], tile.positions, -1),
+            slots=jnp.where(first, tile.slots, state.cache.page_table.shape[0]),
+        )
+        state = speculation.prefilled(params, drafter, state, last, implementation)
+        generating = active & ~first
+        state = speculation.decoded(params, drafter, state, generating, x, tokens, implementation)
+    cache = state.cache
+    lengths = cache.lengths.at[:num_slots].add(active.astype(jnp.int32))
+    state = dataclasses.replace(state, cache=dataclasses.replace(cache, lengths=lengths))
+    prompts = jnp.sum(active & first, dtype=jnp.int32)
+    state = _counted(state, decode_passes=1, prompt_tokens=prompts)
+    return state, _noted(ready, active, x)
+
+
+def _through(
+    params: Params, state: State, tile: Tile, implementation: str | None
+) -> tuple[Float[Array, "N D"], State]:
+    """Run a pass's tokens through the layers."""
     x, cache = through_layers(
         params,
         state.cache,
-        tokens,
-        positions[:, None],
-        jnp.where(active, slots, state.cache.page_table.shape[0]),
-        state.cache.page_table[:num_slots],
-        planned_length(requests, row),
+        tile.tokens,
+        tile.positions,
+        tile.slots,
+        tile.page_table,
+        tile.spans,
         implementation,
     )
-    lengths = cache.lengths.at[:num_slots].add(active.astype(jnp.int32))
-    state = dataclasses.replace(state, cache=dataclasses.replace(cache, lengths=lengths))
-    prompts = jnp.sum(active & (state.num_generated == 0), dtype=jnp.int32)
-    state = _counted(state, decode_passes=1, prompt_tokens=prompts)
-    return state, _noted(ready, active, x)
+    return x, dataclasses.replace(state, cache=cache)
 
 
 def _noted(ready: Ready, rows: Array, x: Array) -> Ready:

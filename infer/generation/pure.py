@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from infer.cache.paged import pages_for
+from infer.cache.pool import kv_dtype_name
 from infer.config import ModelConfig
 from infer.errors import RequestError
 from infer.generation import prepare, rows
@@ -67,6 +68,9 @@ def generate_pure(
     valid = (lens >= 1) & (lens <= length)
     lens = jnp.clip(lens, 1, length)
     given, state, caps = _sampling(config, sampling, key, num_requests, length, max_tokens, options)
+    drafter = options.draft
+    if drafter is not None:
+        prepare.check_draft(drafter, config, caps.pages, caps.page_size)
     requests = Requests(
         prompts=prompts.astype(jnp.int32)[given.prompt],
         prompt_lens=lens[given.prompt],
@@ -82,10 +86,11 @@ def generate_pure(
     final = run(
         params,
         requests,
-        prepare.fresh_state(params, requests, caps, pad_id=0),
+        prepare.fresh_state(params, requests, caps, 0, drafter),
         jnp.asarray(_FOREVER),
         jnp.zeros((), bool),
         lanes=caps.lanes,
+        drafter=drafter,
         processed_logprobs=caps.processed_logprobs,
         implementation=caps.implementation,
     )
@@ -237,6 +242,6 @@ def _caps(count: int, length: int, new: int, sizes: dict[str, Any], options: Run
         processed_logprobs=options.logprobs_mode == "processed",
         lanes=prepare.lanes_for(options.prefill_chunk, length, slots),
         implementation=options.implementation,
-        kv_dtype=prepare.kv_dtype_name(options.kv_dtype),
+        kv_dtype=kv_dtype_name(options.kv_dtype),
         **sizes,
     )

@@ -18,17 +18,21 @@ from jax import Array
 from jaxtyping import Int
 
 from infer.cache import paged
+from infer.cache.pool import dtype_of, kv_dtype_name
 from infer.errors import RequestError, WeightFormatError
 from infer.generation import prepare, rows
 from infer.generation.prefixes import Prefixes
 from infer.generation.prepare import Caps
 from infer.generation.rows import Row
 from infer.generation.slots import admit
-from infer.generation.state import Lanes, Requests, State
+from infer.generation.state import Lanes, Requests, Speculation, State
 from infer.models.params import Params
 from infer.ops.choice import check_implementation
 from infer.pytree import pytree_dataclass, static
 from infer.sampling import SamplingParams
+from infer.spec.by_name import as_json, from_json
+from infer.spec.drafters import Drafter
+from infer.spec.policy import NOT_FORCED
 from infer.weights.safetensors import SafetensorsFile
 from infer.weights.safetensors_writer import write_file
 
@@ -43,12 +47,15 @@ class StreamState:
     state: State
     caps: Caps = static()
     sampling: str = static()  # SamplingParams as JSON
+    drafter: Any = None  # a Drafter with its weights, which are not copied
 
     @classmethod
-    def of(cls, requests: Requests, state: State, caps: Caps, row: Row) -> "StreamState":
+    def of(
+        cls, requests: Requests, state: State, caps: Caps, row: Row, drafter: Drafter | None
+    ) -> "StreamState":
         """Return a copy of a running stream: the next turn takes the original's memory."""
         requests, state = jax.tree.map(jnp.copy, (requests, state))
-        return cls(requests, state, caps, json.dumps(dataclasses.asdict(row.sampling)))
+        return cls(requests, state, caps, json.dumps(dataclasses.asdict(row.sampling)), drafter)
 
     def params(self) -> SamplingParams:
         """Return the request's parameters."""
@@ -74,13 +81,13 @@ class StreamState:
 def check_fits(saved: StreamState, params: Params) -> None:
     """Raise RequestError if `saved` comes from another model than `params`."""
     fresh = jax.eval_shape(
-        lambda: prepare.fresh_state(params, saved.requests, saved.caps, pad_id=0)
+        lambda: prepare.fresh_state(params, saved.requests, saved.caps, 0, saved.drafter)
     )
     for have, need in zip(saved.state.cache.k_pages, fresh.cache.k_pages, strict=False):
-        if (have.shape, have.dtype) != (need.shape, need.dtype):
+        if (have.shape, dtype_of(have)) != (need.shape, dtype_of(need)):
             raise RequestError(
-                f"the state has pages {have.dtype}{list(have.shape)}, this model has "
-                f"{need.dtype}{list(need.shape)}; go on with the model it comes from"
+                f"the state has pages {dtype_of(have)}{list(have.shape)}, this model has "
+                f"{dtype_of(need)}{list(need.shape)}; go on with the model it comes from"
             )
     if len(saved.state.cache.k_pages) != len(fresh.cache.k_pages):
         raise RequestError(
@@ -94,7 +101,13 @@ def begin_on(
 ) -> State:
     """Return the state before the first turn with all that `saved` holds of the prompt in place."""
     check_fits(saved, params)
-    have, need = (c.k_pages[0].dtype.name for c in (saved.state.cache, state.cache))
+    pools = lambda cache: [leaf.shape[1:] for leaf in cache.k_pages]
+    if pools(saved.state.cache) != pools(state.cache):
+        raise RequestError(
+            f"the state's drafter is {saved.drafter}, whose keys and values lie beside the model's;"
+            " go on with a drafter of the same model"
+        )
+    have, need = (dtype_of(c.k_pages[0]) for c in (saved.state.cache, state.cache))
     if have != need:
         raise RequestError(f"kv_dtype is {need}, the state's {have}; go on with the same")
     if saved.caps.page_size != state.cache.page_size:
@@ -123,12 +136,9 @@ def _with_pages(
     cache = state.cache
     count = min(cache.num_pages, pages[0][0].shape[0])
     put = lambda new, old: new.at[:count].set(old[:count])
-    cache = dataclasses.replace(
-        cache,
-        k_pages=tuple(map(put, cache.k_pages, pages[0])),
-        v_pages=tuple(map(put, cache.v_pages, pages[1])),
-        lengths=cache.lengths.at[0].set(num_tokens),
-    )
+    k_pages, v_pages = jax.tree.map(put, (cache.k_pages, cache.v_pages), pages)
+    lengths = cache.lengths.at[0].set(num_tokens)
+    cache = dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages, lengths=lengths)
     counters = dataclasses.replace(state.counters, shared_tokens=num_tokens)
     return dataclasses.replace(state, cache=cache, counters=counters)
 
@@ -137,14 +147,19 @@ def _with_pages(
 
 
 def save_state(path: str | os.PathLike[str], state: StreamState) -> None:
-    """Write the state of a stream as one safetensors file; it is there whole or not at all."""
+    """Write the state of a stream as one safetensors file; it is there whole or not at all.
+
+    Raises:
+        RequestError: the stream's drafter has weights, which are no part of such a file.
+    """
+    draft = {} if state.drafter is None else {"draft": as_json(state.drafter)}
     named = {}
     for place, leaf in jax.tree_util.tree_leaves_with_path((state.requests, state.state)):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         named[jax.tree_util.keystr(place)] = np.asarray(leaf)
     caps = dataclasses.asdict(state.caps)
-    metadata = {"format": _FORMAT, "caps": json.dumps(caps), "sampling": state.sampling}
+    metadata = {"format": _FORMAT, "caps": json.dumps(caps), "sampling": state.sampling} | draft
     write_file(path, named, metadata)
 
 
@@ -169,13 +184,17 @@ def load_state(path: str | os.PathLike[str], params: Params) -> StreamState:
         try:
             caps = _caps(json.loads(file.metadata["caps"]))
             _check_sizes(file, caps)
-            template = jax.eval_shape(lambda: _template(params, caps))
+            draft = file.metadata.get("draft")
+            drafter = None if draft is None else from_json(draft)
+            if caps.draft != (None if drafter is None else str(drafter)):
+                raise ValueError(f"the drafter is {drafter}, its sizes are of {caps.draft!r:.60}")
+            template = jax.eval_shape(lambda: _template(params, caps, drafter))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise WeightFormatError(f"{path}: its sizes are broken ({error!r:.100})") from error
         places, structure = jax.tree_util.tree_flatten_with_path(template)
         leaves = [_leaf(file, path, jax.tree_util.keystr(at), leaf) for at, leaf in places]
         requests, state = jax.tree.unflatten(structure, leaves)
-        saved = StreamState(requests, state, caps, file.metadata.get("sampling", ""))
+        saved = StreamState(requests, state, caps, file.metadata.get("sampling", ""), drafter)
     try:
         _check_values(saved, params)
     except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -189,9 +208,9 @@ def _caps(fields: dict[str, Any]) -> Caps:
     lanes, words = Lanes(**fields.pop("lanes")), tuple(fields.pop("bad_words"))
     caps = Caps(**fields, lanes=lanes, bad_words=words)
     check_implementation(caps.implementation)
-    prepare.kv_dtype_name(caps.kv_dtype)
+    kv_dtype_name(caps.kv_dtype)
     optional = {"processed_logprobs", "prompt_logprobs", "implementation", "command_buffers"}
-    optional |= {"kv_dtype"}
+    optional |= {"kv_dtype", "draft"}
     sizes = [v for k, v in fields.items() if k not in optional]
     sizes += [*words, lanes.tile, lanes.num_tiles, lanes.passes]
     if caps.prompt_logprobs is not None:
@@ -250,6 +269,7 @@ def _check_values(saved: StreamState, params: Params) -> None:
         "counters": all(0 <= count < 2**30 for count in vars(state.counters).values()),
         "sharing": requests.parent[0] == 1 and requests.last_child[0] == -1,
         "stop_ids": _within(saved.requests.sampling.stop_ids, vocab + 1),
+        "speculation": state.speculation is None or _is_speculation(state.speculation),
     }
     wrong = [name for name, right in checks.items() if not right]
     if wrong:
@@ -259,11 +279,27 @@ def _check_values(saved: StreamState, params: Params) -> None:
         raise ValueError("not possible: pages")
 
 
+def _is_speculation(s: Speculation) -> bool:
+    """Return whether the numbers that choose a round's size, and those that count, can be such."""
+    known = s.policy
+    sizes = known.seconds, known.tokens
+    return bool(
+        all(np.all(np.isfinite(x) & (x > 0)) for x in sizes)
+        and np.all((known.share >= 0) & (known.share <= 1))
+        and 0 <= known.limit < known.tokens.shape[0]
+        and np.all(known.forced == NOT_FORCED)
+        and known.idle >= 0
+        and known.wait >= 0
+        and np.all((s.owner >= 0) & (s.owner <= 1))
+        and all(np.all(x >= 0) for x in (s.passes, s.row_passes, s.tokens, s.drafted, s.accepted))
+    )
+
+
 def _within(ids: Any, most: int) -> bool:
     return bool(np.all((np.asarray(ids) >= 0) & (np.asarray(ids) < most)))
 
 
-def _template(params: Params, caps: Caps) -> tuple[Requests, State]:
+def _template(params: Params, caps: Caps, drafter: Drafter | None) -> tuple[Requests, State]:
     """Return a request and a state of these sizes."""
     row = Row(
         ids=[0],
@@ -276,7 +312,7 @@ def _template(params: Params, caps: Caps) -> tuple[Requests, State]:
     )
     sampling = rows.sampling_state([row], jax.random.key(0), caps, params.config.vocab_size)
     requests = rows.request_arrays([row], sampling, Prefixes.none(caps.requests), caps)
-    return requests, prepare.fresh_state(params, requests, caps, pad_id=0)
+    return requests, prepare.fresh_state(params, requests, caps, 0, drafter)
 
 
 def _leaf(file: SafetensorsFile, path: Any, name: str, like: Any) -> Array:

@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from infer.cache.paged import PagedCache
 from infer.pytree import Leaf, pytree_dataclass
 from infer.sampling import SamplingState
+from infer.spec.policy import Policy
 
 C = TypeVar("C")
 
@@ -85,6 +86,20 @@ class Counters:
 
 
 @pytree_dataclass
+class Speculation:
+    """What speculation carries from turn to turn; a row a slot in `drafter`."""
+
+    drafter: Any  # the drafter's own carry
+    owner: Leaf  # int32 [B], the request that each slot's part of it belongs to
+    policy: Policy
+    passes: Leaf  # int32 [n + 1], that generated, by the tier they ran in
+    row_passes: Leaf  # int32 [], rows that generated in them
+    tokens: Leaf  # int32 [], that came out of them
+    drafted: Leaf  # int32 [k], drafts at each position that were judged
+    accepted: Leaf  # int32 [k], those that stood
+
+
+@pytree_dataclass
 class State:
     """The loop's carry.  Donate it: every leaf is updated in place.
 
@@ -102,6 +117,7 @@ class State:
     next_request: Leaf  # int32 [], head of the queue
     output: Output
     counters: Counters
+    speculation: Speculation | None = None
 
 
 def initial_state(

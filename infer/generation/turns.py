@@ -30,28 +30,44 @@ from infer.generation.program import one_turn
 from infer.generation.slots import admit
 from infer.generation.state import Requests, State, at_most_once, unfinished
 from infer.models.params import Params
+from infer.spec.drafters import Drafter
 
 PROGRAM = "turn"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What one turn did; arrays of the host, an entry per slot."""
+    """What one turn did; arrays of the host, an entry per slot.
+
+    A turn adds at most W tokens to a request, 1 or a drafter's k + 1.
+    """
 
     request: np.ndarray  # int32 [B], whose row the slot ran; R = it was free
     num_generated: np.ndarray  # int32 [B], tokens of that request so far
-    token: np.ndarray  # int32 [B], the last of them; a prompt under way has none, and a pad id
+    tokens: np.ndarray  # int32 [B, W], the last W of them; the first again where there are fewer
     finish: np.ndarray  # int32 [B], its Finish
     turns: int  # that have been run in all
     running: bool  # a request runs or waits
     overflow: bool  # the pool is too small for a request: no turn will run any more
+
+    @property
+    def token(self) -> np.ndarray:
+        """The last token of each slot's request, int32 [B]; a prompt under way has a pad id."""
+        return self.tokens[:, -1]
 
 
 class Turns:
     """Calls of one turn each, or a few, of a program whose weights and requests stay the same."""
 
     def __init__(
-        self, params: Params, requests: Requests, state: State, *, caps: Caps, per_call: int = 1
+        self,
+        params: Params,
+        requests: Requests,
+        state: State,
+        *,
+        caps: Caps,
+        drafter: Drafter | None = None,
+        per_call: int = 1,
     ) -> None:
         """Take where to go on.
 
@@ -60,16 +76,22 @@ class Turns:
             requests: what is asked.
             state: where to go on; it is donated.
             caps: the static sizes that `state` and `requests` were made with.
+            drafter: that `state` was made with; a turn may then add several tokens to a request.
             per_call: turns that a call runs at most.
 
         Raises:
-            ValueError: `per_call` is no integer from 1 up.
+            ValueError: `per_call` is no integer from 1 up, or the state is of another drafter.
         """
         if not is_int(per_call) or per_call < 1:
             raise ValueError(
                 f"per_call is {per_call!r}, must be an integer of at least 1: the turns of a call"
             )
-        self._bound, bound_tree = jax.tree.flatten((params, requests))
+        words = None if drafter is None else str(drafter)
+        if words != caps.draft or (drafter is None) != (state.speculation is None):
+            raise ValueError(
+                f"drafter is {words}, and the state's is {caps.draft}; pass the same: the job's own"
+            )
+        self._bound, bound_tree = jax.tree.flatten((params, requests, drafter))
         self._leaves, self._tree = jax.tree.flatten(_admit(state, requests))
         self._program = _program(bound_tree, self._tree, caps, per_call)
 
@@ -112,12 +134,12 @@ def read(seen: Array) -> list[Turn]:
 
 
 def _turn_of(values: np.ndarray) -> Turn:
-    request, num_generated, token, finish = values[:-3].reshape(4, -1)
-    turns, running, overflow = values[-3:].tolist()
+    turns, running, overflow, width = values[-4:].tolist()
+    request, num_generated, finish, *tokens = values[:-4].reshape(3 + width, -1)
     return Turn(
         request=request,
         num_generated=num_generated,
-        token=token,
+        tokens=np.stack(tokens, axis=1),
         finish=finish,
         turns=turns,
         running=bool(running),
@@ -134,8 +156,8 @@ def _program(
 
     def call(bound: list[Array], leaves: list[Array]) -> tuple[list[Array], Array]:
         record_trace(PROGRAM, vars(caps) | {"per_call": per_call})
-        params, requests = jax.tree.unflatten(bound_tree, bound)
-        turn = lambda state, _: _turn(params, requests, state, caps=caps)
+        params, requests, drafter = jax.tree.unflatten(bound_tree, bound)
+        turn = lambda state, _: _turn(params, requests, drafter, state, caps=caps)
         state = jax.tree.unflatten(state_tree, leaves)
         state, seen = lax.scan(turn, state, length=per_call)
         return jax.tree.leaves(state), seen
@@ -144,7 +166,9 @@ def _program(
     return jax.jit(call, donate_argnums=1, compiler_options=options)
 
 
-def _turn(params: Params, requests: Requests, state: State, *, caps: Caps) -> tuple[State, Array]:
+def _turn(
+    params: Params, requests: Requests, drafter: Drafter | None, state: State, *, caps: Caps
+) -> tuple[State, Array]:
     """Run a turn if there is anything to do; return the state and what `read` takes."""
     request = state.request
     turn = lambda s: one_turn(
@@ -152,22 +176,27 @@ def _turn(params: Params, requests: Requests, state: State, *, caps: Caps) -> tu
         requests,
         s,
         lanes=caps.lanes,
+        drafter=drafter,
         processed_logprobs=caps.processed_logprobs,
         implementation=caps.implementation,
     )
     state = at_most_once(unfinished(state, requests) & ~state.cache.overflow, turn, state)
     output, row = state.output, jnp.minimum(request, requests.prompts.shape[0] - 1)
     count = output.lengths[row]
+    width = 1 if drafter is None else drafter.k + 1
+    back = jnp.arange(width - 1, -1, -1, dtype=jnp.int32)
+    last = output.tokens[row[None, :], jnp.maximum(count[None, :] - 1 - back[:, None], 0)]
     seen = [
         request,
         count,
-        output.tokens[row, jnp.maximum(count - 1, 0)],
         output.finish[row].astype(jnp.int32),
+        last.reshape(-1),
         jnp.stack(
             [
                 state.counters.turns,
                 unfinished(state, requests).astype(jnp.int32),
                 state.cache.overflow.astype(jnp.int32),
+                jnp.asarray(width, jnp.int32),
             ]
         ),
     ]

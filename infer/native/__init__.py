@@ -21,6 +21,7 @@ OPERATIONS = (
     "infer_logsumexp",
     "infer_paged_attention",
     "infer_rope_write",
+    "infer_rope_write_quantized",
     "infer_sample",
 )
 

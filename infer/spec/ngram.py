@@ -50,11 +50,7 @@ def ngram_drafts(
         ValueError: k, min_match or max_match out of range.
     """
     check_drafts(k)
-    if not 1 <= min_match <= max_match:
-        raise ValueError(
-            f"min_match is {min_match} and max_match {max_match}; 1 <= min_match <= max_match: the "
-            "shortest and the longest n-gram that is looked for"
-        )
+    check_matches(min_match, max_match)
     matched = match_lengths(context, max_match)
     longest = jnp.max(matched, axis=1)
     best = matched == longest[:, None]
@@ -96,3 +92,12 @@ def check_drafts(k: int) -> None:
     """Raise ValueError for a number of drafts below 1."""
     if k < 1:
         raise ValueError(f"k is {k}; it must be at least 1: drafts a round")
+
+
+def check_matches(min_match: int, max_match: int) -> None:
+    """Raise ValueError for lengths of n-grams that cannot be looked for."""
+    if not 1 <= min_match <= max_match:
+        raise ValueError(
+            f"min_match is {min_match} and max_match {max_match}; 1 <= min_match <= max_match: the "
+            "shortest and the longest n-gram that is looked for"
+        )

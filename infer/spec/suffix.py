@@ -1,10 +1,10 @@
 """Suffix decoding: the likeliest continuation, by count, of the longest suffix seen before.
 
-All earlier occurrences of the longest suffix (at most `max_depth` tokens) vote for the next token;
-those that agree with the most frequent one vote for the token after it, and so on.  The share of
-votes is the estimated probability of a draft, their product that of all drafts up to it.  Drafting
-ends when the product falls below `min_token_prob`, or after `spec_factor` times as many drafts as
-tokens matched: a longer match earns longer drafts.
+The earlier occurrences of the longest suffix (at most `max_depth` tokens), the latest 64 of them,
+vote for the next token; those that agree with the most frequent one vote for the token after it,
+and so on.  The share of votes is the estimated probability of a draft, their product that of all
+drafts up to it.  Drafting ends when the product falls below `min_token_prob`, or after
+`spec_factor` times as many drafts as tokens matched: a longer match earns longer drafts.
 
 Source: Oliaro et al., SuffixDecoding, section 3, arXiv:2411.04975.  There the counts come from a
 suffix tree, of earlier requests too, and shorter matches compete by score; here from a scan of the
@@ -13,11 +13,13 @@ is taken.
 """
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Bool, Int
 
 from infer.spec.context import Context, Drafts
 from infer.spec.ngram import check_drafts, match_lengths
+
+MOST_VOTERS = 64
 
 
 def suffix_drafts(
@@ -43,18 +45,17 @@ def suffix_drafts(
         ValueError: a parameter out of range.
     """
     check_drafts(k)
-    _check(max_depth, min_match, spec_factor, min_token_prob)
+    check_options(max_depth, min_match, spec_factor, min_token_prob)
     matched = match_lengths(context, max_depth)
     longest = jnp.max(matched, axis=1)
     most = jnp.floor(spec_factor * longest.astype(jnp.float32)).astype(jnp.int32)
     going = longest >= min_match
-    voters = matched == longest[:, None]
+    at, voters = _latest(matched == longest[:, None], MOST_VOTERS)
     chance = jnp.ones(longest.shape, jnp.float32)
     tokens, count = [], jnp.zeros_like(longest)
     for i in range(k):
-        following = jnp.roll(context.tokens, -(i + 1), axis=1)
-        at = jnp.arange(voters.shape[1], dtype=jnp.int32)[None, :] + (i + 1)
-        voters = voters & (at < context.lengths[:, None])
+        voters = voters & (at + (i + 1) < context.lengths[:, None])
+        following = jnp.take_along_axis(context.tokens, at + (i + 1), axis=1, mode="clip")
         token, share = _most_frequent(following, voters)
         chance = chance * share
         going = going & (i < most) & (share > 0) & (chance >= min_token_prob)
@@ -64,31 +65,38 @@ def suffix_drafts(
     return Drafts(tokens=jnp.stack(tokens, axis=1), count=count)
 
 
+def _latest(marked: Bool[Array, "B S"], most: int) -> tuple[Int[Array, "B C"], Bool[Array, "B C"]]:
+    """Return the last `most` marked positions, the latest first, and which of them there are."""
+    num_rows, size = marked.shape
+    most = min(most, size)
+    rank = jnp.cumsum(marked[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1] - 1
+    rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    place = jnp.where(marked & (rank < most), rank, most)
+    position = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None, :], marked.shape)
+    at = jnp.zeros((num_rows, most), jnp.int32).at[rows, place].set(position, mode="drop")
+    total = jnp.sum(marked, axis=1, dtype=jnp.int32)[:, None]
+    return at, jnp.arange(most, dtype=jnp.int32)[None, :] < total
+
+
 def _most_frequent(
-    tokens: Int[Array, "B S"], voters: Bool[Array, "B S"]
+    tokens: Int[Array, "B C"], voters: Bool[Array, "B C"]
 ) -> tuple[Int[Array, " B"], Array]:
-    """Return the token that most voters have, the latest of equals, and its share of the votes;
+    """Return the token that most voters have, the first of equals, and its share of the votes;
     share 0 where there is no voter.
     """
-    size = tokens.shape[1]
-    # Sorted with voters in front, equal tokens are neighbours: a vote is counted without [B, V].
-    order = jnp.lexsort((jnp.where(voters, tokens, 0), ~voters), axis=1)
-    ordered = jnp.take_along_axis(tokens, order, axis=1)
-    valid = jnp.take_along_axis(voters, order, axis=1)
-    column = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None, :], ordered.shape)
-    begins = (ordered != jnp.roll(ordered, 1, axis=1)) | (column == 0)
-    first = lax.cummax(jnp.where(begins, column, 0), axis=1)
-    votes = jnp.where(valid, column - first + 1, 0)
-    top = jnp.max(votes, axis=1)
-    # A stable sort keeps positions in order: of equal votes, the run whose last voter is latest.
-    latest = jnp.argmax(jnp.where(votes == top[:, None], order, -1), axis=1)
-    token = jnp.take_along_axis(ordered, latest[:, None], axis=1)[:, 0]
+    same = (tokens[:, :, None] == tokens[:, None, :]) & voters[:, None, :]
+    votes = jnp.where(voters, jnp.sum(same, axis=2, dtype=jnp.int32), 0)
+    best = jnp.argmax(votes, axis=1).astype(jnp.int32)[:, None]
+    pick = lambda values: jnp.take_along_axis(values, best, axis=1)[:, 0]
     total = jnp.sum(voters, axis=1, dtype=jnp.int32)
-    share = top.astype(jnp.float32) / jnp.maximum(total, 1).astype(jnp.float32)
-    return token, share
+    share = pick(votes).astype(jnp.float32) / jnp.maximum(total, 1).astype(jnp.float32)
+    return pick(tokens), share
 
 
-def _check(max_depth: int, min_match: int, spec_factor: float, min_token_prob: float) -> None:
+def check_options(
+    max_depth: int, min_match: int, spec_factor: float, min_token_prob: float
+) -> None:
+    """Raise ValueError for a parameter of `suffix_drafts` that is out of range."""
     if not 1 <= min_match <= max_depth:
         raise ValueError(
             f"min_match is {min_match} and max_depth {max_depth}; 1 <= min_match <= max_depth: "

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from infer.sampling import GREEDY_BELOW, History, SamplingState, filtered_logits
@@ -29,7 +29,25 @@ def target_logits(
     """Return float32 logits whose softmax is what plain sampling would draw from at each position.
 
     Masks and bias -> penalties -> temperature -> top_k -> top_p -> min_p; -inf outside the kept
-    set.  Greedy rows have their logits after penalties, whose argmax is the token.
+    set.  Greedy rows have their logits after penalties, whose argmax is the token.  Arguments as
+    those of `processed_logits`.
+    """
+    x = processed_logits(
+        raw, state, history, draft_tokens, masks=masks, process_logits=process_logits
+    )
+    return filtered(x, state)
+
+
+def processed_logits(
+    raw: Float[Array, "B k1 V"],
+    state: SamplingState,
+    history: History,
+    draft_tokens: Int[Array, "B k"],
+    *,
+    masks: Bool[Array, "B k1 V"] | Int[Array, "B k1 W"] | None = None,
+    process_logits: Process = plain_process_logits,
+) -> Float[Array, "B k1 V"]:
+    """Return float32 logits after masks, bias and penalties at each position.
 
     Args:
         raw: the model's logits, position 0 after the last token of `history`, position i after
@@ -39,7 +57,8 @@ def target_logits(
             `max_tokens` and are not counted.
         draft_tokens: k of them a row; what is past a row's number of drafts only reaches positions
             that no rule looks at.
-        masks: tokens that may be drawn at each position, beside those of `state`.
+        masks: tokens that may be drawn at each position, beside those of `state`; as booleans, or
+            packed in uint32 words, token t in bit t mod 32 of word t // 32.
         process_logits: the implementation of masks and penalties, over rows.
 
     Raises:
@@ -49,12 +68,40 @@ def target_logits(
     num_rows, num_positions, vocab = raw.shape
     x = raw.astype(jnp.float32)
     if masks is not None:
-        x = jnp.where(masks, x, -jnp.inf)
+        x = jnp.where(_unpacked(masks, vocab), x, -jnp.inf)
     x = x.reshape(num_rows * num_positions, vocab)
-    states = jax.tree.map(lambda leaf: jnp.repeat(leaf, num_positions, axis=0), state)
-    x = process_logits(x, states, _histories(history, draft_tokens))
-    greedy = (states.temperature < GREEDY_BELOW)[:, None]
-    return jnp.where(greedy, x, filtered_logits(x, states)).reshape(raw.shape)
+    x = process_logits(x, at_positions(state, num_positions), _histories(history, draft_tokens))
+    return x.reshape(raw.shape)
+
+
+def filtered(x: Float[Array, "B k1 V"], state: SamplingState) -> Float[Array, "B k1 V"]:
+    """Return processed logits after temperature and filters; greedy rows as they are."""
+
+    def by_filters(x: Array) -> Array:
+        flat, states = x.reshape(-1, x.shape[2]), at_positions(state, x.shape[1])
+        y = filtered_logits(flat, states).reshape(x.shape)
+        return jnp.where(is_greedy(state)[:, None, None], x, y)
+
+    return lax.cond(jnp.all(is_greedy(state)), lambda x: x, by_filters, x)
+
+
+def at_positions(state: SamplingState, num_positions: int) -> SamplingState:
+    """Return the parameters of B rows for each of their positions: B x `num_positions` rows."""
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf, num_positions, axis=0), state)
+
+
+def _unpacked(masks: Array, vocab: int) -> Bool[Array, "B k1 V"]:
+    """Return masks as booleans."""
+    if masks.dtype == jnp.bool_:
+        return masks
+    if masks.dtype != jnp.uint32 or masks.shape[-1] != -(-vocab // 32):
+        raise ValueError(
+            f"masks is {masks.dtype}{list(masks.shape)} for {vocab} tokens; pass booleans "
+            f"[B, k + 1, {vocab}] or uint32 words [B, k + 1, {-(-vocab // 32)}]"
+        )
+    token = jnp.arange(vocab, dtype=jnp.uint32)
+    words = masks[..., token // 32]
+    return (words >> jnp.broadcast_to(token % 32, words.shape)) & 1 == 1
 
 
 def is_greedy(state: SamplingState) -> Bool[Array, " B"]:

@@ -15,11 +15,11 @@ from infer.cache import paged
 from infer.compiling import COMMAND_BUFFERS
 from infer.config import LayerConfig, ModelConfig, RopeConfig
 from infer.generation import host, prepare, rows
-from infer.generation.forward import through_layers
 from infer.generation.prefixes import Prefixes
 from infer.generation.prepare import Caps
 from infer.generation.state import Lanes, Requests
 from infer.models import decoder
+from infer.models.paged_forward import through_layers
 from infer.models.params import LayerParams, Params, expected_shapes
 from infer.sampling import SamplingParams
 

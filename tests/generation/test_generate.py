@@ -19,6 +19,7 @@ from infer.generation.prepare import RunOptions
 from infer.models import decoder
 from infer.models.params import Params
 from infer.sampling import SamplingParams, SamplingState
+from infer.spec import NGram
 from tests.models import tiny
 
 MODELS = {"llama": tiny.llama, "gemma3": tiny.gemma3}
@@ -157,7 +158,8 @@ def test_a_second_call_in_the_same_buckets_compiles_nothing() -> None:
     assert changed["prompt"] == (32, 64)
 
 
-def test_the_compiled_program_copies_no_page_pool_and_updates_it_in_place() -> None:
+@pytest.mark.parametrize("draft", [None, NGram(k=3, tiers=(0, 1, 3))], ids=["plain", "drafts"])
+def test_the_compiled_program_copies_no_page_pool_and_updates_it_in_place(draft) -> None:
     params = tiny.gemma3()
     job = host.Job.prepare(
         params,
@@ -166,12 +168,12 @@ def test_the_compiled_program_copies_no_page_pool_and_updates_it_in_place() -> N
         None,
         None,
         None,
-        RunOptions(num_slots=2, page_size=4, num_pages=41, prefill_chunk=8),
+        RunOptions(num_slots=2, page_size=4, num_pages=41, prefill_chunk=8, draft=draft),
     )
     # A fresh wrapper, so that this trace is this test's own.
     program = jax.jit(host.traced_run, static_argnames="caps", donate_argnames="state")
     lowered = program.lower(
-        params, job.requests, job.state, jnp.int32(1), jnp.zeros((), bool), caps=job.caps
+        params, job.requests, job.state, jnp.int32(1), jnp.zeros((), bool), draft, caps=job.caps
     )
     compiled = lowered.compile()
     text = compiled.as_text()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,12 +16,13 @@ from infer.generation.prepare import RunOptions
 from infer.generation.state import Finish
 from infer.generation.turns import Turns, read
 from infer.sampling import SamplingParams
+from infer.spec import NGram
 from tests.models import tiny
 
 _LENGTHS = (5, 1, 9, 3)
 
 
-def _job(**options: int) -> Job:
+def _job(**options: Any) -> Job:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, tiny.NUM_TOKENS, n).tolist() for n in (3, 40, 1, 17)]
     each = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in _LENGTHS]
@@ -68,6 +70,29 @@ def test_a_turn_says_each_token_once_and_why_a_request_ended() -> None:
     result = whole.result()
     assert tokens == {i: result.token_ids(i) for i in range(4)}
     assert finish == dict.fromkeys(range(4), int(Finish.LENGTH))
+
+
+def test_a_turn_of_a_drafter_says_all_tokens_it_adds() -> None:
+    draft = NGram(k=3, min_match=1, adaptive=False)
+    whole, job = _job(draft=draft), _job(draft=draft)
+    whole.run_all()
+    stepped = Turns(job.params, job.requests, job.state, caps=job.caps, drafter=draft)
+    found: dict[int, list[int]] = {}
+    most = 0
+    for turn in stepped:
+        for b, row in enumerate(turn.request.tolist()):
+            if row == job.caps.requests:
+                continue
+            tokens = found.setdefault(row, [])
+            new = int(turn.num_generated[b]) - len(tokens)
+            most = max(most, new)
+            tokens += turn.tokens[b, turn.tokens.shape[1] - new :].tolist()
+    result = whole.result()
+    assert found == {i: result.token_ids(i) for i in range(4)}
+    assert most > 1
+    _assert_equal_states(whole, stepped.state)
+    with pytest.raises(ValueError, match="drafter is None, and the state's is NGram"):
+        Turns(job.params, job.requests, _job(draft=draft).state, caps=job.caps)
 
 
 def test_a_call_with_nothing_to_do_changes_nothing() -> None:

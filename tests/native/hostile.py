@@ -33,6 +33,7 @@ _BLOCKS = {
     "Q5_K": (2880, 256),
     "Q6_K": (3360, 256),
 }
+_QUANTISED = [np.int8, np.uint8, jnp.float8_e4m3fn]
 _INTS = [-1, 0, 3, 7, 2**31 - 1, 2**31, -(2**31), 2**62, -(2**63), 2**63 - 1]
 _DTYPES = [np.int8, np.uint8, np.int32, np.float32, np.float16, jnp.bfloat16, np.bool_]
 
@@ -174,9 +175,13 @@ def paged_attention(rng: np.random.Generator) -> Call:
     batch, queries, heads, kv, width = _attention_sizes(rng)
     pages, size = int(rng.integers(0, 6)), int(rng.choice([1, 4, 16]))
     columns = int(rng.integers(0, 5))
-    dtype = rng.choice(np.array([np.float32, np.float16, jnp.bfloat16, np.int8], object))
-    pool = lambda: (10 * _f32(rng, pages, kv, size, width)).astype(dtype)
-    scales = [_f32(rng, pages, kv, size) if dtype == np.int8 else _f32(rng, 0) for _ in range(2)]
+    floats = [np.float32, np.float16, jnp.bfloat16]
+    dtype = rng.choice(np.array([*floats, *_QUANTISED], object))
+    wide = width if dtype != np.uint8 else width // 2
+    width = width if dtype != np.uint8 else 2 * wide
+    pool = lambda: (10 * _f32(rng, pages, kv, size, wide)).astype(dtype)
+    scaled = dtype in _QUANTISED
+    scales = [_f32(rng, pages, kv, size) if scaled else _f32(rng, 0) for _ in range(2)]
     return Call(
         "infer_paged_attention",
         [
@@ -230,6 +235,25 @@ def rope_write(rng: np.random.Generator) -> Call:
             _f32(rng, *pool).astype(dtype),
         ],
         [((tokens, heads, width), np.float32), (pool, dtype), (pool, dtype)],
+        {},
+    )
+
+
+def rope_write_quantized(rng: np.random.Generator) -> Call:
+    good = rope_write(rng)
+    dtype = rng.choice(np.array(_QUANTISED, object))
+    tokens, heads, width = good.args[0].shape
+    *places, _ = good.args[7].shape
+    if dtype == np.uint8 and width % 2:
+        dtype = np.int8
+    data = (*places, width // 2 if dtype == np.uint8 else width)
+    pools = [(100 * _f32(rng, *data)).astype(dtype) for _ in range(2)]
+    scales = [_f32(rng, *places) for _ in range(2)]
+    return Call(
+        "infer_rope_write_quantized",
+        [*good.args[:7], *pools, *scales],
+        [((tokens, heads, width), np.float32), *[(data, dtype)] * 2]
+        + [(tuple(places), np.float32)] * 2,
         {},
     )
 
@@ -397,6 +421,7 @@ BUILD: dict[str, Callable[[np.random.Generator], Call]] = {
         paged_attention,
         dense_attention,
         rope_write,
+        rope_write_quantized,
         logsumexp,
         sample,
     )

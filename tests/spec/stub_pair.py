@@ -162,22 +162,27 @@ def _last(history: History) -> Array:
 # ---- what must come out, in plain float64 Python -------------------------------------------------
 
 
-def exact(setting: dict[str, float]) -> np.ndarray:
-    """Return the probability of each of the V ** L sequences."""
+def exact(
+    setting: dict[str, float], prompt: tuple[int, ...] = PROMPT, length: int = L
+) -> np.ndarray:
+    """Return the probability of each of the V ** length sequences."""
     table = np.asarray(TARGET, np.float64)
-    probability = np.empty(V**L)
-    for i, tokens in enumerate(itertools.product(range(V), repeat=L)):
+    probability = np.empty(V**length)
+    for i, tokens in enumerate(itertools.product(range(V), repeat=length)):
         p = 1.0
-        for n in range(L):
-            p *= _next(table[(PROMPT + tokens[:n])[-1]], tokens[:n], setting)[tokens[n]]
+        for n in range(length):
+            row = table[(prompt + tokens[:n])[-1]]
+            p *= _next(row, prompt, tokens[:n], setting)[tokens[n]]
         probability[i] = p
     return probability
 
 
-def _next(row: np.ndarray, generated: tuple[int, ...], setting: dict[str, float]) -> np.ndarray:
+def _next(
+    row: np.ndarray, prompt: tuple[int, ...], generated: tuple[int, ...], setting: dict[str, float]
+) -> np.ndarray:
     x = row.copy()
     for token in range(V):
-        if token in PROMPT or token in generated:
+        if token in prompt or token in generated:
             r = setting.get("repetition", 1.0)
             x[token] = x[token] / r if x[token] > 0 else x[token] * r
         x[token] -= setting.get("frequency", 0.0) * generated.count(token)

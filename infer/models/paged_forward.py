@@ -1,4 +1,4 @@
-"""The forward pass against pages: what a prefill pass and a decode pass have in common."""
+"""The forward pass against pages: what prefill, decode and verification have in common."""
 
 import dataclasses
 
@@ -25,14 +25,19 @@ def through_layers(
     page_table: Int[Array, "B M"],
     spans: Int[Array, " N"],
     implementation: str | None = None,
+    *,
+    first_layer: int = 0,
 ) -> tuple[Float[Array, "N D"], PagedCache]:
     """Write keys and values of all tokens into pages, attend, and return the residual stream and
     the cache.
 
     `positions` -1 and `slots` past the end mark padding, which writes nothing.
-    `implementation` is that of the ops; None chooses.
+    `implementation` is that of the ops; None chooses.  The layers of `params` use the pools from
+    `first_layer` on, as many as there are layers, and the others stay as they are: a cache may hold
+    several models' keys and values of the same tokens.
     """
     config = params.config
+    own = slice(first_layer, first_layer + config.num_layers)
     flat = positions.reshape(-1)
     pages = paged.page_of(cache.page_table, slots, flat, cache.num_pages, cache.page_size)
 
@@ -66,9 +71,12 @@ def through_layers(
         tokens,
         jnp.maximum(flat, 0),
         attend,
-        tuple(zip(cache.k_pages, cache.v_pages, strict=True)),
+        tuple(zip(cache.k_pages[own], cache.v_pages[own], strict=True)),
         spans,
         implementation,
     )
     k_pages, v_pages = zip(*pools, strict=True)
-    return x, dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)
+    put = lambda old, new: (*old[: own.start], *new, *old[own.stop :])
+    return x, dataclasses.replace(
+        cache, k_pages=put(cache.k_pages, k_pages), v_pages=put(cache.v_pages, v_pages)
+    )

@@ -1,0 +1,485 @@
+"""A round of speculation in the generation loop: draft, one pass over all drafts, keep what stands.
+
+A round takes the place of the decode pass and the draw for the slots that have generated already.
+Drafts come first; the round then runs in the smallest compiled tier that holds them, and where
+there are none the turn is a plain one.  Drafts that would pass `max_tokens` are not asked for, so a
+round needs no page that plain decoding would not.  Rolling back is a length: what lies past the
+accepted drafts in the cache is overwritten before it is read.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from infer.generation.slots import retire
+from infer.generation.state import (
+    Finish,
+    Output,
+    Requests,
+    Speculation,
+    State,
+    at_most_once,
+    planned_length,
+    row_of,
+    tokens_to_do,
+)
+from infer.models import decoder
+from infer.models.paged_forward import through_layers
+from infer.models.params import Params
+from infer.ops.sample import logsumexp, process_logits, sample
+from infer.pytree import Leaf, pytree_dataclass
+from infer.sampling import (
+    History,
+    filtered_logits,
+    log_probabilities,
+    take,
+    top_log_probabilities,
+)
+from infer.spec import policy
+from infer.spec.drafters import Asked, Drafter, Proposal, Seen, Tile, clipped
+from infer.spec.endings import cut
+from infer.spec.rounds import Round, plain_keys
+from infer.spec.target import at_positions, filtered, is_greedy, processed_logits
+from infer.spec.verify import Rule, Verified, verify, verify_equal
+
+
+@pytree_dataclass
+class Plan:
+    """What the slots that generate do in this turn."""
+
+    rows: Leaf  # bool [B], that generate
+    proposal: Proposal  # [B]
+    limit: Leaf  # int32 [], index of the tier that bounded the drafts
+    width: Leaf  # int32 [], index of the tier the turn runs in; 0 = a plain one
+
+
+def initial(
+    drafter: Drafter,
+    params: Params,
+    num_slots: int,
+    num_requests: int,
+    seconds: Float[Array, " n2"],
+) -> Speculation:
+    """Return what is carried before the first turn; `seconds` as in `Policy`."""
+    zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
+    return Speculation(
+        drafter=drafter.create(params, num_slots),
+        owner=jnp.full(num_slots, num_requests, jnp.int32),
+        policy=policy.fresh(drafter.widths, seconds, drafter.adaptive),
+        passes=zeros(len(drafter.widths)),
+        row_passes=zeros(),
+        tokens=zeros(),
+        drafted=zeros(drafter.k),
+        accepted=zeros(drafter.k),
+    )
+
+
+def figures(drafter: Drafter, speculation: Speculation) -> dict[str, Any]:
+    """Return what a run's speculation has done, for `stats`; on the host."""
+    s = jax.device_get(speculation)
+    drafted, accepted = s.drafted.tolist(), s.accepted.tolist()
+    ratio = lambda part, whole: part / whole if whole else None
+    return {
+        "draft": str(drafter),
+        "drafted": sum(drafted),
+        "accepted": sum(accepted),
+        "acceptance_rate": ratio(sum(accepted), sum(drafted)),
+        "acceptance_by_position": [ratio(a, d) for a, d in zip(accepted, drafted, strict=True)],
+        # A row's pass gives one token without speculation.
+        "tokens_per_pass": ratio(int(s.tokens), int(s.row_passes)),
+        "passes_by_k": dict(zip(drafter.widths, s.passes.tolist(), strict=True)),
+        "turn_costs_by_k": dict(zip(drafter.widths, s.policy.seconds.tolist(), strict=False)),
+    }
+
+
+def begin_turn(drafter: Drafter, state: State) -> State:
+    """Let the drafter forget what it carried for requests that have left their slots."""
+    speculation = _of(state)
+    new = speculation.owner != state.request
+    if jax.tree.leaves(speculation.drafter):
+        reset = lambda carry: drafter.reset(carry, new)
+        carry = at_most_once(jnp.any(new), reset, speculation.drafter)
+        speculation = dataclasses.replace(speculation, drafter=carry)
+    speculation = dataclasses.replace(speculation, owner=state.request)
+    return dataclasses.replace(state, speculation=speculation)
+
+
+def prefilled(
+    params: Params, drafter: Drafter, state: State, tile: Tile, implementation: str | None
+) -> State:
+    """Let the drafter take the prompt tokens of a pass."""
+    cache, carry = drafter.prefill(params, state.cache, _of(state).drafter, tile, implementation)
+    return _with_carry(dataclasses.replace(state, cache=cache), carry)
+
+
+def decoded(
+    params: Params,
+    drafter: Drafter,
+    state: State,
+    rows: Bool[Array, " B"],
+    x: Float[Array, "B D"],
+    tokens: Int[Array, " B"],
+    implementation: str | None,
+) -> State:
+    """Let the drafter see a decode pass of slots that generate."""
+    seen = Seen(
+        rows=rows,
+        x=x[:, None],
+        logits=None,
+        tokens=tokens[:, None],
+        fed=rows.astype(jnp.int32),
+        emitted=None,
+        count=rows.astype(jnp.int32),
+    )
+    return _with_carry(state, drafter.observe(params, _of(state).drafter, seen, implementation))
+
+
+def plan(
+    params: Params,
+    drafter: Drafter,
+    requests: Requests,
+    state: State,
+    implementation: str | None,
+) -> tuple[State, Plan]:
+    """Ask for drafts for the slots that generate, and choose the tier that holds them."""
+    tiers = drafter.widths
+    known = _of(state).policy
+    rows = (tokens_to_do(state, requests) == 1) & (state.num_generated > 0)
+    limit = policy.limit_now(known)
+    asked = _asked(requests, state, rows, jnp.asarray(tiers, jnp.int32)[limit])
+
+    def ask(c: tuple[State, Proposal]) -> tuple[State, Proposal]:
+        s = c[0]
+        found, cache, carry = drafter.propose(
+            params, s.cache, _of(s).drafter, asked, implementation
+        )
+        s = _with_carry(dataclasses.replace(s, cache=cache), carry)
+        return s, clipped(found, asked.most)
+
+    shapes = jax.eval_shape(lambda s: ask((s, Proposal(None, None, None)))[1], state)
+    none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    state, proposal = at_most_once(jnp.any(asked.most > 0), ask, (state, none))
+    width, count = policy.width_for(known, tiers, jnp.where(rows, proposal.count, 0))
+    width = jnp.where(jnp.any(rows), width, 0)
+    proposal = dataclasses.replace(proposal, count=count)
+    return state, Plan(rows=rows, proposal=proposal, limit=limit, width=width)
+
+
+def _asked(requests: Requests, state: State, rows: Array, limit: Int[Array, ""]) -> Asked:
+    num_slots = state.request.shape[0]
+    row = row_of(state, requests)
+    sampling = take(requests.sampling, state.request)
+    # The token after the drafts is one more, and the last one that is allowed is never fed back.
+    left = sampling.max_tokens - state.num_generated - 1
+    return Asked(
+        history=_history(requests, state),
+        sampling=sampling,
+        choice=requests.choice[row],
+        last_token=state.last_token,
+        cached=state.cache.lengths[:num_slots],
+        page_table=state.cache.page_table[:num_slots],
+        spans=planned_length(requests, row),
+        most=jnp.where(rows, jnp.clip(left, 0, limit), 0),
+        limit=limit,
+    )
+
+
+def _history(requests: Requests, state: State) -> History:
+    row = row_of(state, requests)
+    return History(
+        prompts=requests.prompts[row],
+        prompt_lens=requests.prompt_lens[row],
+        generated=state.output.tokens[row],
+        num_generated=state.num_generated,
+    )
+
+
+def finish_turn(
+    params: Params,
+    drafter: Drafter,
+    requests: Requests,
+    state: State,
+    planned: Plan,
+    processed: bool,
+    implementation: str | None,
+) -> State:
+    """Run the round, if the plan has one, and learn from the turn."""
+    tiers = drafter.widths
+    nothing = jnp.zeros_like(planned.proposal.count)
+    c = state, nothing
+    for index, k in enumerate(tiers[1:], start=1):
+        run = functools.partial(
+            verify_round,
+            params,
+            drafter,
+            requests,
+            planned=planned,
+            k=k,
+            processed=processed,
+            implementation=implementation,
+        )
+        c = at_most_once(planned.width == index, lambda c, run=run: run(c[0]), c)
+    state, accepted = c
+    return _learnt(drafter, state, planned, accepted)
+
+
+def _learnt(drafter: Drafter, state: State, planned: Plan, accepted: Array) -> State:
+    old, tiers = _of(state), drafter.widths
+    known = policy.learn(
+        old.policy,
+        tiers,
+        limit=planned.limit,
+        rows=planned.rows,
+        count=planned.proposal.count,
+        accepted=accepted,
+        adaptive=drafter.adaptive,
+    )
+    count = lambda mask: jnp.sum(mask, axis=-1, dtype=jnp.int32)
+    num_rows = count(planned.rows)
+    tier = jnp.arange(len(tiers), dtype=jnp.int32)
+    position = jnp.arange(drafter.k, dtype=jnp.int32)[:, None]
+    plain = jnp.where(planned.width == 0, num_rows, 0)
+    new = dataclasses.replace(
+        old,
+        policy=known,
+        passes=old.passes + ((tier == planned.width) & (num_rows > 0)).astype(jnp.int32),
+        row_passes=old.row_passes + num_rows,
+        tokens=old.tokens + plain,
+        drafted=old.drafted + count(position < planned.proposal.count[None, :]),
+        accepted=old.accepted + count(position < accepted[None, :]),
+    )
+    return dataclasses.replace(state, speculation=new)
+
+
+def verify_round(
+    params: Params,
+    drafter: Drafter,
+    requests: Requests,
+    state: State,
+    *,
+    planned: Plan,
+    k: int,
+    processed: bool,
+    implementation: str | None,
+    masks: Array | None = None,
+) -> tuple[State, Int[Array, " B"]]:
+    """Judge up to k drafts a slot in one pass over k + 1 positions, record what comes out, and free
+    the slots that are finished; return also how many drafts stand in each.
+
+    Args:
+        params: weights.
+        drafter: of the drafts.
+        requests: what is asked.
+        state: before the round.
+        planned: the slots that take part, and their drafts; none has more than k.
+        k: drafts that the pass has room for.
+        processed: as `processed_logprobs` of `run`.
+        implementation: of the ops.
+        masks: tokens that may come out at each position, as in `processed_logits`: for a caller
+            that runs a grammar beside the loop and calls rounds itself.
+    """
+    rows, num_slots = planned.rows, state.request.shape[0]
+    drafts = planned.proposal.tokens[:, :k]
+    count = jnp.where(rows, jnp.minimum(planned.proposal.count, k), 0)
+    # A drafter's mistake must not read past the embedding.
+    ids = jnp.clip(drafts, 0, params.config.vocab_size - 1)
+    fed = jnp.concatenate([state.last_token[:, None], ids], axis=1)
+    x, cache = _pass(params, requests, state, fed, rows, count, implementation)
+    with jax.named_scope("verify"):
+        raw = decoder.logits(params, x, implementation).reshape(num_slots, k + 1, -1)
+        sampling = take(requests.sampling, state.request)
+        allowed = processed_logits(
+            raw,
+            sampling,
+            _history(requests, state),
+            drafts,
+            masks=masks,
+            process_logits=functools.partial(process_logits, implementation=implementation),
+        )
+        result = _judged(
+            drafter,
+            sampling,
+            requests.choice[row_of(state, requests)],
+            state,
+            dataclasses.replace(planned.proposal, tokens=drafts, count=count),
+            rows,
+            allowed,
+            implementation,
+        )
+    state = dataclasses.replace(state, cache=cache)
+    state, kept, finished = _recorded(
+        requests, state, rows, raw, allowed, result, processed, implementation
+    )
+    seen = Seen(
+        rows=rows,
+        x=x.reshape(num_slots, k + 1, -1),
+        logits=raw,
+        tokens=fed,
+        fed=jnp.where(rows, count + 1, 0),
+        emitted=result.tokens,
+        count=jnp.where(rows, result.count, 0),
+    )
+    carry = drafter.observe(params, _of(state).drafter, seen, implementation)
+    state = _with_carry(state, carry)
+    total = _of(state).tokens + jnp.sum(kept, dtype=jnp.int32)
+    state = dataclasses.replace(state, speculation=dataclasses.replace(_of(state), tokens=total))
+    accepted = jnp.where(rows, result.num_accepted, 0)
+    return retire(state, requests, finished), accepted
+
+
+def _pass(
+    params: Params,
+    requests: Requests,
+    state: State,
+    fed: Int[Array, "B k1"],
+    rows: Bool[Array, " B"],
+    count: Int[Array, " B"],
+    implementation: str | None,
+) -> tuple[Float[Array, "N D"], Any]:
+    """Run the last token and the drafts of each row through the layers."""
+    num_slots, width = fed.shape
+    cache = state.cache
+    offset = jnp.arange(width, dtype=jnp.int32)[None, :]
+    inside = rows[:, None] & (offset <= count[:, None])
+    positions = jnp.where(inside, cache.lengths[:num_slots, None] + offset, -1)
+    slots = jnp.arange(num_slots, dtype=jnp.int32)
+    none = cache.page_table.shape[0]
+    return through_layers(
+        params,
+        cache,
+        fed.reshape(-1),
+        positions,
+        jnp.repeat(jnp.where(rows, slots, none), width),
+        cache.page_table[:num_slots],
+        jnp.repeat(planned_length(requests, row_of(state, requests)), width),
+        implementation,
+    )
+
+
+def _judged(
+    drafter: Drafter,
+    sampling: Any,
+    choice: Int[Array, " B"],
+    state: State,
+    proposal: Proposal,
+    rows: Bool[Array, " B"],
+    allowed: Float[Array, "B k1 V"],
+    implementation: str | None,
+) -> Verified:
+    """Return what the round emits: by plain draws where the rule or greedy rows allow that, which
+    are those of plain decoding bit for bit, else by the rule.
+    """
+    num_slots, width, vocab = allowed.shape
+    start = Round(key=sampling.key, choice=choice, position=state.num_generated)
+    drafts, count = proposal.tokens, proposal.count
+
+    def by_draws() -> Verified:
+        offset = jnp.arange(width, dtype=jnp.int32)[None, :]
+        keys = plain_keys(start, jnp.broadcast_to(offset, (num_slots, width)))
+        states = at_positions(sampling, width)
+        flat = allowed.reshape(-1, vocab)
+        drawn = sample(flat, states, keys.reshape(-1), implementation)
+        return verify_equal(drafts, drawn.reshape(num_slots, width), count, vocab_size=vocab)
+
+    def by_rule() -> Verified:
+        return verify(
+            filtered(allowed, sampling),
+            drafts,
+            proposal.probs,
+            count,
+            greedy=is_greedy(sampling),
+            round=start,
+            rule=drafter.judged_by,
+        )
+
+    if drafter.judged_by is Rule.COUPLED:
+        return by_draws()
+    return lax.cond(jnp.all(is_greedy(sampling) | ~rows), by_draws, by_rule)
+
+
+def _recorded(
+    requests: Requests,
+    state: State,
+    rows: Bool[Array, " B"],
+    raw: Float[Array, "B k1 V"],
+    allowed: Float[Array, "B k1 V"],
+    result: Verified,
+    processed: bool,
+    implementation: str | None,
+) -> tuple[State, Int[Array, " B"], Bool[Array, " B"]]:
+    """Write a round's tokens and log-probabilities behind the others of each row; return also how
+    many there are, and which slots are finished.
+    """
+    num_requests, (num_slots, width, vocab) = requests.prompts.shape[0], raw.shape
+    sampling = take(requests.sampling, state.request)
+    flat = lambda leaf: leaf.reshape(num_slots * width, *leaf.shape[2:])
+    total = logsumexp(flat(raw), implementation)
+    reported, of_reported = flat(raw), total
+    if processed:
+        reported = filtered_logits(flat(allowed), at_positions(sampling, width))
+        of_reported = logsumexp(reported, implementation)
+    token = flat(result.tokens)
+    # A position with a NaN, or with nothing left to draw, has no answer.
+    nothing = jnp.isneginf(log_probabilities(flat(allowed), token, jnp.zeros_like(total)))
+    insane = (jnp.isnan(total) | nothing).reshape(num_slots, width)
+    ending = cut(result, sampling, state.num_generated)
+    column = jnp.arange(width, dtype=jnp.int32)[None, :]
+    insane = insane & (column < ending.count[:, None])
+    broken = jnp.any(insane, axis=1)
+    count = jnp.where(broken, jnp.argmax(insane, axis=1).astype(jnp.int32), ending.count)
+    count = jnp.where(rows, count, 0)
+    stopped = rows & ending.stopped & ~broken
+    finished = rows & (ending.finished | broken)
+    reason = jnp.where(stopped, Finish.STOP, Finish.LENGTH)
+    reason = jnp.where(broken, Finish.ABORT, reason).astype(jnp.int8)
+
+    emitted = column < count[:, None]
+    target = jnp.where(emitted, state.request[:, None], num_requests)
+    at = target, state.num_generated[:, None] + column
+    put = lambda leaf, value: leaf.at[at].set(
+        value.reshape(num_slots, width, *value.shape[1:]), mode="drop"
+    )
+    out = state.output
+    top_tokens, top_logprobs = out.top_tokens, out.top_logprobs
+    if top_tokens.shape[-1]:
+        ids, values = top_log_probabilities(reported, top_tokens.shape[-1], of_reported)
+        top_tokens, top_logprobs = put(top_tokens, ids), put(top_logprobs, values)
+    row = jnp.where(rows, state.request, num_requests)
+    done = jnp.where(finished, state.request, num_requests)
+    last = jnp.take_along_axis(result.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    num_generated = state.num_generated + count
+    output = Output(
+        tokens=put(out.tokens, token),
+        logprobs=put(out.logprobs, log_probabilities(reported, token, of_reported)),
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs,
+        lengths=out.lengths.at[row].set(num_generated, mode="drop"),
+        finish=out.finish.at[done].set(reason, mode="drop"),
+        stop_reason=out.stop_reason.at[done].set(jnp.where(stopped, last, vocab), mode="drop"),
+        prompt_logprobs=out.prompt_logprobs,
+        prompt_top_tokens=out.prompt_top_tokens,
+        prompt_top_logprobs=out.prompt_top_logprobs,
+    )
+    cache = state.cache
+    state = dataclasses.replace(
+        state,
+        cache=dataclasses.replace(cache, lengths=cache.lengths.at[:num_slots].add(count)),
+        num_generated=num_generated,
+        last_token=jnp.where(count > 0, last, state.last_token),
+        output=output,
+    )
+    return state, count, finished
+
+
+def _of(state: State) -> Speculation:
+    assert state.speculation is not None
+    return state.speculation
+
+
+def _with_carry(state: State, carry: Any) -> State:
+    return dataclasses.replace(state, speculation=dataclasses.replace(_of(state), drafter=carry))
