@@ -22,7 +22,13 @@ from infer.native.repack import Packed
 from infer.ops import choice
 from infer.ops.activation import gated_activation
 from infer.ops.norm import rms_norm
-from infer.ops.quantized import quantized_product, round_activations
+from infer.ops.quantized import (
+    e4m3_activations,
+    int8_activations,
+    quantized_product,
+    round_activations,
+)
+from infer.quant.formats import PlanarFormat
 from infer.quant.qarray import QArray, take_rows
 
 # Gain and epsilon of an RMSNorm; None is no norm.
@@ -118,14 +124,19 @@ def _packed_product(
 
     def kernel(x: Array, weight: QArray, interpret: bool = False) -> Array:
         from infer.pallas.quantized_matmul import quantized_matmul
+        from infer.pallas.scaled_matmul import scaled_matmul
 
         if weight.perm is not None:  # the codes stay in their order, and the activations take it
             x = jnp.take(x, weight.perm, axis=1)
             format = dataclasses.replace(weight.format, ordered=False)  # type: ignore[call-arg]
             weight = dataclasses.replace(weight, perm=None, format=format)
-        return quantized_matmul(x, weight, interpret=interpret)
+        rounds = isinstance(weight.format, PlanarFormat) and weight.format.activations
+        if not rounds or rounds == "outliers":
+            return quantized_matmul(x, weight, interpret=interpret)
+        return scaled_matmul(*_rounded(x, weight), weight, interpret=interpret)
 
-    few = x.shape[0] <= _MOST_ROWS and x.dtype.itemsize == 2
+    rounds = isinstance(weight.format, PlanarFormat) and weight.format.activations
+    few = (x.shape[0] <= _MOST_ROWS or bool(rounds)) and x.dtype.itemsize == 2
     return choice.choose(
         "linear",
         (x, weight),
@@ -137,6 +148,16 @@ def _packed_product(
         preferred=("triton",) if few else (),
         implementation=implementation,
     )
+
+
+def _rounded(x: Array, weight: QArray) -> tuple[Array, Array]:
+    """Return codes and scales of the activations as the weight's format rounds them."""
+    assert isinstance(weight.format, PlanarFormat)
+    x = x.astype(jnp.float32)
+    if weight.format.activations.startswith("int8"):
+        return int8_activations(x, weight.act_scale)
+    block = 128 if weight.format.activations == "e4m3_128" else None
+    return e4m3_activations(x, block, weight.act_scale)
 
 
 def linears(

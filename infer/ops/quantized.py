@@ -72,12 +72,10 @@ def round_activations(
     if how in ("int8", "int8_static"):
         q, s = int8_activations(x, act_scale)
         return q.astype(jnp.float32) * s
-    if how == "e4m3_128":
-        width = x.shape[1]
-        blocks = jnp.pad(x, ((0, 0), (0, -width % 128))).reshape(x.shape[0], -1, 128)
-        return _e4m3(blocks, None).reshape(x.shape[0], -1)[:, :width]
-    assert how in ("e4m3", "e4m3_static"), how
-    return _e4m3(x, act_scale)
+    assert how in ("e4m3", "e4m3_static", "e4m3_128"), how
+    q, s = e4m3_activations(x, 128 if how == "e4m3_128" else None, act_scale)
+    spread = s if s.shape[1] == 1 else jnp.repeat(s, 128, axis=1)[:, : x.shape[1]]
+    return q.astype(jnp.float32) * spread
 
 
 def int8_activations(
@@ -92,17 +90,22 @@ def int8_activations(
     return jnp.clip(jnp.round(quotient(x, s)), -127, 127).astype(jnp.int8), s
 
 
-def _e4m3(x: Float[Array, "*B g"], scale: Array | None) -> Float[Array, "*B g"]:
-    if scale is None:
-        most = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), 1e-4)
-        s = quotient(most, codes.LARGEST["e4m3"])
-    else:
-        s = jnp.broadcast_to(scale, (*x.shape[:-1], 1))
+def e4m3_activations(
+    x: Float[Array, "T I"], block: int | None = None, scale: Array | None = None
+) -> tuple[Array, Float[Array, "T S"]]:
+    """Return codes float8_e4m3fn [T, I] and scales of activations: a scale a token, the one that is
+    given, or one for each `block` inputs, [T, ceil(I / block)].
+    """
+    rows, width = x.shape
+    size = block or width
+    parts = jnp.pad(x, ((0, 0), (0, -width % size))).reshape(rows, -1, size)
     largest = codes.LARGEST["e4m3"]  # a cast of what is more would give NaN
-    return (
-        jnp.clip(quotient(x, s), -largest, largest).astype(jnp.float8_e4m3fn).astype(jnp.float32)
-        * s
-    )
+    if scale is None:
+        s = quotient(jnp.maximum(jnp.abs(parts).max(-1), 1e-4), largest)
+    else:
+        s = jnp.broadcast_to(scale, parts.shape[:2])
+    q = jnp.clip(quotient(parts, s[..., None]), -largest, largest).astype(jnp.float8_e4m3fn)
+    return q.reshape(rows, -1)[:, :width], s
 
 
 def _dot(x: Array, w: Array) -> Float[Array, "T O"]:

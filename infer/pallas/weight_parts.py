@@ -112,6 +112,20 @@ def plan(weight: QArray) -> Plan | None:
     return Plan(entry, width // format.group, {"data": weight.data})
 
 
+def plan_of_floats(weight: Array) -> Plan:
+    """Return how a float weight [out, in] is read: 64 columns a step, no scales."""
+    width = weight.shape[1]
+
+    def parts(tile: Tile, i: Array) -> Iterator[Part]:
+        columns = 64 * i + _arange(64)
+        inside = (tile.rows < tile.shape[0])[:, None] & (columns < width)[None, :]
+        ref = tile.refs["data"]
+        codes = load(ref, tile.rows[:, None], columns[None, :], mask=inside, other=0.0)
+        yield Part(codes, columns, None)
+
+    return Plan(parts, -(-width // 64), {"data": weight})
+
+
 def _arange(n: int) -> Array:
     return jnp.arange(n, dtype=jnp.int32)
 
