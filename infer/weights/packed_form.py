@@ -117,13 +117,14 @@ class Calibration:
             ValueError: it is something else.
         """
         found = values if isinstance(values, dict) else {}
-        digest, count = found.get("sha256"), found.get
+        digest = found.get("sha256")
+        counts = [found.get(key) for key in _COUNTS]
         words = {key: found.get(key, "") for key in ("text", "method")}
         if (
             found.get("of") not in ("text", "tokens")
             or not isinstance(digest, str)
             or not re.fullmatch("[0-9a-f]{64}", digest)
-            or not all(type(count(k)) is int and count(k) > 0 for k in _COUNTS)
+            or not all(type(count) is int and count > 0 for count in counts)
             or not all(isinstance(word, str) for word in words.values())
         ):
             raise ValueError(
