@@ -106,8 +106,8 @@ class Measured(Running):
 
     def check(self) -> None:
         """Refuse what no model can do, bad texts included."""
-        from infer.eval.windows import check_scored, check_window
         from infer.cache.pool import kv_dtype_name
+        from infer.eval.windows import check_scored, check_window
 
         super().check()
         check_window(self.context, self.windows)
