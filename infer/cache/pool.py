@@ -4,6 +4,8 @@ Pools are pytrees whose leaves all begin with [P, K, U]: what copies, moves or g
 to each leaf.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -48,7 +50,7 @@ class QuantizedPool:
 Pool = Float[Array, "P K U H"] | QuantizedPool
 
 
-def kv_dtype_name(dtype: DTypeLike | None) -> str | None:
+def kv_dtype_name(dtype: Any) -> str | None:
     """Return the name in KV_DTYPES of what keys and values are cached in; None for None.
 
     Args:
@@ -97,7 +99,7 @@ def create_pool(shape: tuple[int, int, int, int], kv_dtype: DTypeLike) -> Pool:
     return QuantizedPool(jnp.zeros((*places, width), data_dtype(name)), jnp.zeros(places))
 
 
-def dtype_of(pool: Pool) -> str:
+def dtype_of(pool: Pool | jax.ShapeDtypeStruct) -> str:
     """Return the name in KV_DTYPES of a pool."""
     return pool.kv_dtype if isinstance(pool, QuantizedPool) else pool.dtype.name
 

@@ -23,7 +23,7 @@ from tests.real_models import real_model_path
         (["prefill", "--batch", ""], "--batch is ''; give different positive numbers"),
         (["decode", "--batch", "9" * 5000], "give different positive numbers, such as 1,8,32"),
         (["decode", "--batch", "65537"], "num_slots is 65537, must be an integer from 1 to 65536"),
-        (["decode", "--kv-dtype", "int8"], "'--kv-dtype': 'int8' is not one of 'float32', 'bf"),
+        (["decode", "--kv-dtype", "int16"], "'--kv-dtype': 'int16' is not one of 'float32', 'bf"),
         (["decode", "--peer-timeout", "0.5"], "--peer-timeout is 0.5; give seconds from 1 to"),
         (["decode", "--peer-timeout", "nan"], "--peer-timeout is nan; give seconds from 1 to"),
         (["decode", "--rounds", "0"], "Invalid value for '--rounds'"),
