@@ -21,6 +21,8 @@ Source: per-token-per-head scales as in KIVI's values, Liu et al. 2024, arXiv 24
 Micikevicius et al. 2022, arXiv 2209.05433.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -55,7 +57,7 @@ def data_width(kv_format: str, width: int) -> int:
     return width // 2
 
 
-def format_of(data: Array) -> str:
+def format_of(data: Any) -> str:
     """Return the name of the format whose data have this dtype."""
     return next(name for name, dtype in _DATA.items() if data.dtype == dtype)
 
