@@ -101,7 +101,7 @@ def begin_on(
 ) -> State:
     """Return the state before the first turn with all that `saved` holds of the prompt in place."""
     check_fits(saved, params)
-    pools = lambda cache: [leaf.shape[1:] for leaf in cache.k_pages]
+    pools = lambda cache: [(leaf.shape[1], leaf.shape[3]) for leaf in cache.k_pages]
     if pools(saved.state.cache) != pools(state.cache):
         raise RequestError(
             f"the state's drafter is {saved.drafter}, whose keys and values lie beside the model's;"

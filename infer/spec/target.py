@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt32
 
 from infer.sampling import GREEDY_BELOW, History, SamplingState, filtered_logits
 from infer.sampling import process_logits as plain_process_logits
@@ -44,7 +44,7 @@ def processed_logits(
     history: History,
     draft_tokens: Int[Array, "B k"],
     *,
-    masks: Bool[Array, "B k1 V"] | Int[Array, "B k1 W"] | None = None,
+    masks: Bool[Array, "B k1 V"] | UInt32[Array, "B k1 W"] | None = None,
     process_logits: Process = plain_process_logits,
 ) -> Float[Array, "B k1 V"]:
     """Return float32 logits after masks, bias and penalties at each position.

@@ -134,8 +134,7 @@ def test_a_drafter_that_lacks_tokens_changes_no_token() -> None:
 
 # ---- real models ---------------------------------------------------------------------------------
 
-# In floats: where activations are rounded to 8 bits, a last bit that differs between passes over
-# one token and over several can become a near tie's other token.
+# In floats, which plain XLA multiplies in other orders for one token and for several: near enough.
 _TEXTS = ["The history of the Roman Empire began", "def fibonacci(n):\n    if n < 2:\n"]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from infer.sampling import History, Role, process_logits, sample
 from infer.spec.rounds import Round, plain_keys, round_keys
-from infer.spec.target import is_greedy, target_logits
+from infer.spec.target import is_greedy, processed_logits, target_logits
 from infer.spec.verify import Rule, residual, verify, verify_equal
 from tests import typecheck
 from tests.sampling.states import state_of
@@ -235,6 +235,24 @@ def test_each_position_is_processed_as_the_plain_step_with_its_history() -> None
         # The third row has room for one draft more: its last position is past max_tokens.
         sure = 2 if i == 2 else 3
         np.testing.assert_array_equal(got[:sure, i], want[:sure])
+
+
+def test_packed_masks_are_those_of_booleans() -> None:
+    rows, k, vocab = 2, 1, 70  # three words, the last with six tokens
+    raw = jax.random.normal(jax.random.key(5), (rows, k + 1, vocab))
+    mask = jax.random.bernoulli(jax.random.key(6), 0.5, raw.shape)
+    padded = np.zeros((rows, k + 1, 96), bool)
+    padded[..., :vocab] = mask
+    words = np.packbits(padded.reshape(rows, k + 1, 3, 32), axis=-1, bitorder="little")
+    packed = jnp.asarray(words.view(np.uint32)[..., 0])
+    nothing = jnp.zeros((rows, 4), jnp.int32)
+    history = History(nothing, nothing[:, 0], nothing, nothing[:, 0])
+    processed = functools.partial(
+        processed_logits, raw, state_of(rows, vocab), history, nothing[:, :k]
+    )
+    np.testing.assert_array_equal(processed(masks=packed), processed(masks=mask))
+    with pytest.raises(ValueError, match=r"masks is uint32\[2, 2, 2\] for 70 tokens; .*, 3\]"):
+        processed(masks=packed[..., :2])
 
 
 def test_keys_of_a_round_are_all_different_and_depend_on_where_it_begins() -> None:
