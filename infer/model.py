@@ -25,7 +25,8 @@ from infer.weights import bundled, hub
 from infer.weights.folder import load_folder
 from infer.weights.gguf import GGUFFile
 from infer.weights.load import load_gguf
-from infer.weights.packed_folder import write_params
+from infer.weights.new_folder import refuse_leftover
+from infer.weights.packed_folder import calibration_of, write_params
 from infer.weights.packed_form import Calibration
 from infer.weights.safetensors_writer import MAX_SHARD_BYTES
 from infer.weights.slots import Progress
@@ -43,6 +44,8 @@ class Model:
     tokenizer: Tokenizer
     name: str
     path: Path
+    # What a quantised model's folder says that it was calibrated with; `save` writes it again.
+    calibration: Calibration | None = None
 
     def __repr__(self) -> str:
         c = self.config
@@ -152,7 +155,8 @@ def save(
         folder: a name that is not taken, or an empty folder.
         tokenizer: of the weights; a Model has its own.
         calibration: the token ids [N, S] that `infer.quantize` was given, so that `infer eval` can
-            tell when it is asked to evaluate on them.
+            tell when it is asked to evaluate on them; or a `infer.quantization.Calibration`, which
+            may also say which text and method.  A Model has the record that it was loaded with.
         max_shard_bytes: tensor bytes of one file.
         progress: called with (bytes done, bytes in all).
 
@@ -166,6 +170,7 @@ def save(
     """
     if isinstance(model, Model):
         params, tokenizer = model.params, model.tokenizer if tokenizer is None else tokenizer
+        calibration = model.calibration if calibration is None else calibration
     else:
         params = model
     if tokenizer is None:
@@ -200,13 +205,14 @@ def _load(
     if packed is None:
         packed = default_platform() == "cpu" and native.by_default()
     default = "float32" if default_platform() == "cpu" else "bfloat16"
-    checked = _checked_dtype(default if dtype is None else dtype)
+    checked = checked_dtype(default if dtype is None else dtype)
     if path.is_dir():
         if packed == "blocks":
             raise ConfigError(
                 f"packed='blocks' keeps the blocks of a GGUF file, and {path} is a folder; leave it"
                 " out"
             )
+        refuse_leftover(path)
         tokenizer = Tokenizer.from_folder(path)
         params = load_folder(
             path,
@@ -215,7 +221,8 @@ def _load(
             packed=bool(packed),
             progress=progress,
         )
-        return Model(params=params, tokenizer=tokenizer, name=name, path=path)
+        record = calibration_of(path)
+        return Model(params=params, tokenizer=tokenizer, name=name, path=path, calibration=record)
     params = load_gguf(path, dtype=checked, packed=packed, progress=progress)
     with GGUFFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file.metadata)
@@ -223,7 +230,12 @@ def _load(
     return Model(params=params, tokenizer=tokenizer, name=name, path=path)
 
 
-def _checked_dtype(dtype: DTypeLike) -> Any:
+def checked_dtype(dtype: DTypeLike) -> Any:
+    """Return a dtype that weights and activations can have.
+
+    Raises:
+        ConfigError: it is none.
+    """
     try:
         name = jnp.dtype(dtype).name
     except TypeError:

@@ -55,6 +55,18 @@ assert asked.stats["bytes_moved"] == 0
 back = infer.generate(bound, PROMPTS, sampling=SAMPLING, device="cpu")
 assert seen[-1] == {here} and back.stats["bytes_moved"] > 0
 
+# So does a drafter's part; where it lies elsewhere it is refused, or moved along.
+drafter = infer.spec.DraftModel(bound, k=2, rule="coupled")
+try:
+    infer.generate(params, PROMPTS, sampling=SAMPLING, draft=drafter)
+except infer.ConfigError as error:
+    assert f"the drafter's weights are on {there} and the model's on {here}" in str(error)
+else:
+    raise AssertionError("not refused")
+both = infer.generate(params, PROMPTS, sampling=SAMPLING, draft=drafter, device="cpu:5")
+assert both.stats["bytes_moved"] == 2 * sum(x.nbytes for x in jax.tree.leaves(params))
+assert both.token_ids(1) == plain.token_ids(1)
+
 tokens = jnp.asarray([PROMPTS[1]])
 scores = infer.score(params, tokens, device="cpu:3")
 assert scores.devices() == {there}

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import infer
 from infer import native
 from infer.bench.cases import DecodeCase
+from infer.cache.layout import cached_layers
 from infer.hardware import CPU_LOCAL, get_chip
 from infer.models import params as weights
 from infer.models.params import Params
 from infer.native.repack import Packed
 from infer.plan import roofline
-from infer.plan.shape import AttentionShape, ModelShape
+from infer.plan.shape import ModelShape
 from infer.quant.qarray import QArray
 
 
@@ -73,24 +73,16 @@ def run(
 def model_shape(params: Params, kv_dtype: str | None = None) -> ModelShape:
     """Return what a decode step of `params` multiplies with, reads and caches."""
     config = params.config
-    itemsize = jnp.dtype(kv_dtype or params.dtype).itemsize
     is_weight = lambda x: isinstance(x, (QArray, Packed))
     leaves = jax.tree.leaves(params.layers, is_leaf=is_weight)
     matrices = [leaf.shape for leaf in leaves if len(leaf.shape) == 2]
     head = params.embed if params.lm_head is None else params.lm_head
     # An untied embedding is read by one row a token only.
     unread = 0 if params.lm_head is None else params.embed.nbytes
-    layer = lambda window: AttentionShape(
-        num_kv_heads=config.num_kv_heads,
-        k_head_dim=config.head_dim,
-        v_head_dim=config.head_dim,
-        window=window,
-        kv_bytes=itemsize,
-    )
     return ModelShape(
         num_params=sum(out * width for out, width in matrices) + head.shape[0] * head.shape[1],
         weight_bytes=weights.num_bytes(params) - unread,
-        layers=tuple(layer(each.window) for each in config.layers),
+        layers=cached_layers(config, kv_dtype or params.dtype),
     )
 
 

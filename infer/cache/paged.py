@@ -22,6 +22,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
+from infer.cache.pool import Pool, create_pool, encoded
 from infer.config import ModelConfig
 from infer.errors import CapacityError
 from infer.pytree import Leaf, pytree_dataclass
@@ -33,8 +34,8 @@ class PagedCache:
     several one after the other.
     """
 
-    k_pages: tuple[Leaf, ...]  # L x [P, K, U, H]
-    v_pages: tuple[Leaf, ...]  # L x [P, K, U, H]
+    k_pages: tuple[Leaf, ...]  # L x Pool [P, K, U, H], each of its own
+    v_pages: tuple[Leaf, ...]  # L x Pool [P, K, U, H]
     page_table: Leaf  # int32 [B, M], P where there is no page
     lengths: Leaf  # int32 [B], tokens of each row whose keys and values are in the cache
     page_refs: Leaf  # int32 [P], 0 = free
@@ -69,18 +70,19 @@ def create(
         num_pages: pages in the pool (P).
         page_size: tokens in a page (U).
         pages_per_row: longest row of the table (M).
-        dtype: of keys and values.
+        dtype: of keys and values, a name of `infer.cache.pool.KV_DTYPES` or a dtype.
         more: models whose keys and values of the same tokens lie in the same pages; their layers
             come after those of `config`, in order.
+
+    Raises:
+        ConfigError: no such dtype, or heads that it cannot hold.
     """
     shapes = [
         (num_pages, model.num_kv_heads, page_size, model.head_dim)
         for model in (config, *more)
         for _ in model.layers
     ]
-    # Zeros, not empty memory: a masked key still meets 0 x value in the weighted sum, and 0 x NaN
-    # is NaN.
-    pools = lambda: tuple(jnp.zeros(shape, dtype) for shape in shapes)
+    pools = lambda: tuple(create_pool(shape, dtype) for shape in shapes)
     return PagedCache(
         k_pages=pools(),
         v_pages=pools(),
@@ -180,11 +182,8 @@ def copy_pages(cache: PagedCache, source: Int[Array, " N"], target: Int[Array, "
     copies nothing.
     """
     copied = lambda pages: pages.at[target].set(pages.at[source].get(mode="clip"), mode="drop")
-    return dataclasses.replace(
-        cache,
-        k_pages=tuple(map(copied, cache.k_pages)),
-        v_pages=tuple(map(copied, cache.v_pages)),
-    )
+    k_pages, v_pages = jax.tree.map(copied, (cache.k_pages, cache.v_pages))
+    return dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)
 
 
 def reorder(cache: PagedCache, source: Int[Array, " B"]) -> PagedCache:
@@ -260,23 +259,23 @@ def page_of(
 
 
 def write_tokens(
-    pages: Float[Array, "P K U H"],
+    pool: Pool,
     values: Float[Array, "N K H"],
     page_ids: Int[Array, " N"],
     positions: Int[Array, " N"],
-) -> Float[Array, "P K U H"]:
+) -> Pool:
     """Write one token's keys (or values) at each (page, position modulo U); a page id of P writes
     nothing.
     """
-    page_size = pages.shape[2]
-    return pages.at[page_ids, :, positions % page_size].set(values.astype(pages.dtype), mode="drop")
+    slots = positions % pool.shape[2]
+    put = lambda pages, x: pages.at[page_ids, :, slots].set(x, mode="drop")
+    return jax.tree.map(put, pool, encoded(pool, values))
 
 
-def write_pages(
-    pages: Float[Array, "P K U H"], values: Float[Array, "N U K H"], page_ids: Int[Array, " N"]
-) -> Float[Array, "P K U H"]:
+def write_pages(pool: Pool, values: Float[Array, "N U K H"], page_ids: Int[Array, " N"]) -> Pool:
     """Write N whole pages; a page id of P writes nothing."""
-    return pages.at[page_ids].set(values.swapaxes(1, 2).astype(pages.dtype), mode="drop")
+    put = lambda pages, x: pages.at[page_ids].set(x, mode="drop")
+    return jax.tree.map(put, pool, encoded(pool, values.swapaxes(1, 2)))
 
 
 def check_invariants(cache: PagedCache) -> None:

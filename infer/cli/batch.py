@@ -45,7 +45,9 @@ class Batch:
         self.lines = read_lines(data, json.dumps([model, self.defaults], sort_keys=True))
 
     def run(self, load: Callable[[], tuple[Any, float]], options: dict[str, Any]) -> None:
-        """Answer what has no answer yet, and report the counts; `load` gives a Model."""
+        """Answer what has no answer yet, and report the counts; `load` gives a Model, and may
+        add to `options` what depends on it.
+        """
         start = time.perf_counter()
         file = None if self.out is None else AnswerFile(Path(self.out), self.lines)
         with nullcontext() if file is None else closing(file):
@@ -68,7 +70,8 @@ class Batch:
         from infer.llm import LLM
         from infer.serve.batch import answer_batch
 
-        llm = LLM(load()[0], **options)
+        model = load()[0]  # which may add to the options
+        llm = LLM(model, **options)
         with counting_bar("requests", len(self.lines), len(done)) as progress:
             return interruptible(
                 lambda: answer_batch(

@@ -1,4 +1,6 @@
-"""`infer bench`: tokens/s of this machine, alone or in turns with peers on the same file."""
+"""`infer bench`: tokens/s of this machine, alone or in turns with peers on the same file, or with a
+drafter.
+"""
 
 import enum
 import json
@@ -9,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from infer.bench.cases import TEXT, DecodeCase
+from infer.cli.drafting import check_draft, drafter_of
 from infer.cli.loading import load_model, use_compilation_cache
 from infer.cli.options import KVDtypeOption, value_of
 
@@ -21,10 +24,16 @@ class What(enum.StrEnum):
 
     decode = "decode"
     prefill = "prefill"
+    spec = "spec"
 
 
 def bench(
-    what: Annotated[What, typer.Argument(help="decode measures the prefill of 512 tokens too.")],
+    what: Annotated[
+        What,
+        typer.Argument(
+            help="decode measures the prefill of 512 tokens too; spec what a drafter brings."
+        ),
+    ],
     model: Annotated[
         str, typer.Option("--model", "-m", help="A known name or a GGUF file.")
     ] = "smollm2-135m",
@@ -32,13 +41,16 @@ def bench(
         str, typer.Option(help=f"Peers in turns with ours, of {', '.join(_PEERS)}.")
     ] = "",
     batch: Annotated[
-        str | None, typer.Option(help="Sequences at once [default: 1,8,32; of prefill 1].")
+        str | None, typer.Option(help="Sequences at once [default: 1,8,32; of prefill and spec 1].")
     ] = None,
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Of each sequence [default: 32; of prefill 512].")
     ] = None,
     new_tokens: Annotated[
-        int | None, typer.Option(min=2, help="That decode makes of each sequence [default: 64].")
+        int | None,
+        typer.Option(
+            min=2, help="That decode and spec make of each sequence [default: 64; of spec 96]."
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="That count; one before warms up.")] = 3,
     threads: Annotated[
@@ -51,6 +63,9 @@ def bench(
         float, typer.Option(help="Seconds that one answer of a peer may take, 1 to 86400.")
     ] = 900,
     kv_dtype: KVDtypeOption = None,
+    draft: Annotated[
+        str | None, typer.Option(metavar="DRAFTER", help="Of spec, as for infer generate.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure decode or prefill speed: greedy, past end-of-sequence ids, medians over rounds.
@@ -59,10 +74,25 @@ def bench(
     is the bytes of a decode step at batch 1 (packed weights, cached keys and values) over its time,
     over the bandwidth at which all threads read 512 MB of memory.  --kv-dtype is that of our cache;
     the result states each engine's.  What goes on is told on standard error.
+
+    spec measures how many drafts stand (alpha) and what a draft step and the pass over all drafts
+    cost (c and v, in plain steps), predicts the speed-up from these, and measures it.
     """
+    if (draft is None) == (what is What.spec):
+        raise ValueError(
+            "--draft goes with spec, and spec needs it: infer bench spec --draft ngram"
+        )
     if not 1 <= peer_timeout <= 86400:
         raise ValueError(f"--peer-timeout is {peer_timeout:g}; give seconds from 1 to 86400")
     kinds = peer_names(against)
+    if draft is not None:
+        if kinds or prompt_tokens is not None or kv_dtype is not None:
+            raise ValueError(
+                "--against, --prompt-tokens and --kv-dtype go with decode and prefill; spec has "
+                "its own prompts, and the cache the activations' dtype"
+            )
+        bench_spec(model, draft, batch, new_tokens, rounds, threads, as_json)
+        return
     cases = cases_of(what, batch, prompt_tokens, new_tokens)
     use_compilation_cache()
     # Cores first: JAX starts its threads when it is imported.
@@ -77,6 +107,50 @@ def bench(
     from infer.bench.compare import text_of
 
     print(text_of(found))
+
+
+def bench_spec(
+    model: str,
+    draft: str,
+    batch: str | None,
+    new_tokens: int | None,
+    rounds: int,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Measure a model with a drafter and print the figures."""
+    sizes = batch_sizes("1" if batch is None else batch)
+    check_draft(draft)
+    use_compilation_cache()
+    from infer.bench.machine import use_threads
+
+    cores = use_threads(threads)
+    from infer.bench import speculation
+
+    say(f"loads {model}")
+    loaded, _ = load_model(model)
+    drafter = drafter_of(draft, loaded)
+    prompts = [loaded.tokenizer.encode(text) for text in speculation.PROMPTS.values()]
+    found = {
+        "benchmark": What.spec.value,
+        "model": model,
+        "draft": draft,
+        "drafter": str(drafter),
+        "threads": cores,
+        "results": [
+            speculation.measure(
+                loaded.params,
+                prompts,
+                drafter,
+                batch=size,
+                new_tokens=96 if new_tokens is None else new_tokens,
+                rounds=rounds,
+                say=say,
+            )
+            for size in sizes
+        ],
+    }
+    print(json.dumps(found, allow_nan=False) if as_json else speculation.text_of(found))
 
 
 def measured(

@@ -1,10 +1,12 @@
 """`infer eval`: perplexity, divergence, comparison and tasks."""
 
 import contextlib
+import dataclasses
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -26,6 +28,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
 ModelArgument = Annotated[
     str, typer.Argument(metavar="M", help="A known name, a GGUF file, a folder, or a hub id.")
 ]
@@ -38,132 +42,199 @@ TextOption = Annotated[
         "several times [default: en].",
     ),
 ]
-ContextOption = Annotated[int, typer.Option(help="Tokens of a window.")]
-WindowsOption = Annotated[
-    int | None, typer.Option(help="The first ones of each text, at most [default: all].")
-]
-ScoredOption = Annotated[
-    str, typer.Option(help="second_half of each window, as llama.cpp does, or all of it.")
-]
-SeedOption = Annotated[int, typer.Option(help="Of the bootstrap, or of what a task draws.")]
-OverlapOption = Annotated[
-    bool, typer.Option("--allow-overlap", help="Evaluate on text that calibrated a model, too.")
-]
-ControlOption = Annotated[
-    bool,
-    typer.Option("--control", help="Also run each model against itself: ratio 1, KL 0, exactly."),
-]
-DtypeOption = Annotated[str | None, typer.Option(help="As in `infer generate`.")]
-PackedOption = Annotated[
-    bool | None, typer.Option("--packed/--no-packed", help="As in `infer generate`.")
-]
 Packed2Option = Annotated[
     bool | None, typer.Option("--packed2/--no-packed2", help="Of M2 [default: as --packed].")
 ]
-KvOption = Annotated[
-    str | None,
-    typer.Option(help="Of the cache: float32, bfloat16, float16 [default: activations']."),
-]
-Kv2Option = Annotated[str | None, typer.Option(help="Of M2's cache [default: as --kv-dtype].")]
-ImplementationOption = Annotated[str | None, typer.Option(help="As in `infer generate`.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Running:
+    """Options of every command: how models are run, and what is drawn."""
+
+    seed: Annotated[int, typer.Option(help="Of the bootstrap, or of what a task draws.")] = 0
+    dtype: Annotated[str | None, typer.Option(help="As in `infer generate`.")] = None
+    packed: Annotated[
+        bool | None, typer.Option("--packed/--no-packed", help="As in `infer generate`.")
+    ] = None
+    implementation: Annotated[str | None, typer.Option(help="As in `infer generate`.")] = None
+
+    def check(self) -> None:
+        """Refuse what no model can do.
+
+        Raises:
+            ConfigError, RequestError: a value is out of range.
+        """
+        from infer.eval.windows import check_seed
+        from infer.model import checked_dtype
+        from infer.ops.choice import check_implementation
+
+        check_seed(self.seed)
+        check_implementation(self.implementation)
+        if self.dtype is not None:
+            checked_dtype(self.dtype)
+
+    def load(self, named: Sequence[tuple[str, bool | None]]) -> list[Any]:
+        """Return the loaded models; one that is named twice is loaded once."""
+        found: dict[tuple[str, bool | None], Any] = {}
+        for name, packed in named:
+            if (name, packed) not in found:
+                found[name, packed] = load_model(name, self.dtype, packed, self.implementation)[0]
+        return [found[each] for each in named]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured(Running):
+    """Options of what is measured on texts."""
+
+    text: TextOption = None
+    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 512
+    windows: Annotated[
+        int | None, typer.Option(help="The first ones of each text, at most [default: all].")
+    ] = None
+    scored: Annotated[
+        str, typer.Option(help="second_half of each window, as llama.cpp does, or all of it.")
+    ] = "second_half"
+    allow_overlap: Annotated[
+        bool,
+        typer.Option("--allow-overlap", help="Evaluate on text that calibrated a model, too."),
+    ] = False
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the cache: float32, bfloat16, float16 [default: activations']."),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse what no model can do, bad texts included."""
+        from infer.cache.pool import kv_dtype_name
+        from infer.eval.windows import check_scored, check_window
+
+        super().check()
+        check_window(self.context, self.windows)
+        check_scored(self.scored)
+        kv_dtype_name(self.kv_dtype)
+
+    def options(self) -> dict[str, Any]:
+        """Return the keywords of `infer.eval`'s measures."""
+        names = ("context", "windows", "scored", "seed", "allow_overlap", "implementation")
+        return {name: getattr(self, name) for name in names} | {"kv_dtype": self.kv_dtype}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Paired(Measured):
+    """Options of what is measured of two models."""
+
+    control: Annotated[
+        bool,
+        typer.Option(
+            "--control", help="Also run each model against itself: ratio 1, KL 0, exactly."
+        ),
+    ] = False
+    packed2: Packed2Option = None
+    kv_dtype2: Annotated[
+        str | None, typer.Option(help="Of M2's cache [default: as --kv-dtype].")
+    ] = None
+
+    def check(self) -> None:
+        """Refuse what no model can do, bad texts included."""
+        from infer.cache.pool import kv_dtype_name
+
+        super().check()
+        kv_dtype_name(self.kv_dtype2)
+
+    def options(self) -> dict[str, Any]:
+        """Return the keywords of `infer.eval`'s measures of two models."""
+        pair = (self.kv_dtype, self.kv_dtype2 or self.kv_dtype)
+        return super().options() | {"kv_dtype": pair}
+
+    def of_other(self) -> bool | None:
+        """Return how M2's weights are held."""
+        return self.packed if self.packed2 is None else self.packed2
+
+
+def takes(kind: type[Running]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the options of `kind`, after its own, as one checked argument `asked`."""
+    hints = get_type_hints(kind, include_extras=True)
+    shared = [
+        inspect.Parameter(f.name, _KEYWORD, default=f.default, annotation=hints[f.name])
+        for f in dataclasses.fields(kind)
+    ]
+
+    def change(command: Callable[..., Any]) -> Callable[..., Any]:
+        given = inspect.signature(command, eval_str=True).parameters.values()
+        own = [p for p in given if p.name != "asked"]
+
+        def run(**values: Any) -> Any:
+            use_compilation_cache()  # before JAX is there
+            asked = kind(**{p.name: values.pop(p.name) for p in shared})
+            asked.check()
+            return command(**values, asked=asked)
+
+        parameters = [p.replace(kind=_KEYWORD) for p in (*own, *shared)]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return change
+
+
 @app.command()
-def perplexity(
-    model: ModelArgument,
-    text: TextOption = None,
-    context: ContextOption = 512,
-    windows: WindowsOption = None,
-    scored: ScoredOption = "second_half",
-    seed: SeedOption = 0,
-    allow_overlap: OverlapOption = False,
-    dtype: DtypeOption = None,
-    packed: PackedOption = None,
-    kv_dtype: KvOption = None,
-    implementation: ImplementationOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@takes(Measured)
+def perplexity(model: ModelArgument, as_json: JsonOption = False, *, asked: Measured) -> None:
     """Print the perplexity of texts under a model, with 95% intervals."""
-    texts = read_texts(text)
-    options = _options(context, windows, scored, seed, allow_overlap, implementation)
-    options["kv_dtype"] = kv_dtype
-    (loaded,) = _load([(model, packed)], dtype, implementation)
+    texts = read_texts(asked.text)
+    (loaded,) = asked.load([(model, asked.packed)])
     from infer import eval as measures
 
+    options = asked.options()
     found = _run(lambda progress: measures.perplexity(loaded, texts, **options, progress=progress))
     _print({"measure": "perplexity", "model": model, **found.to_json()}, as_json, perplexity_lines)
 
 
 @app.command()
+@takes(Paired)
 def divergence(
     model: Annotated[str, typer.Argument(metavar="M", help="The base: what M2 is meant to be.")],
     other: OtherArgument,
-    text: TextOption = None,
-    context: ContextOption = 512,
-    windows: WindowsOption = None,
-    scored: ScoredOption = "second_half",
-    seed: SeedOption = 0,
-    allow_overlap: OverlapOption = False,
-    control: ControlOption = False,
-    dtype: DtypeOption = None,
-    packed: PackedOption = None,
-    packed2: Packed2Option = None,
-    kv_dtype: KvOption = None,
-    kv_dtype2: Kv2Option = None,
-    implementation: ImplementationOption = None,
     as_json: JsonOption = False,
+    *,
+    asked: Paired,
 ) -> int:
     """Print how far M2 is from M: KL divergence, agreement of the likeliest token, perplexity
     ratio.
     """
-    texts = read_texts(text)
-    options = _options(context, windows, scored, seed, allow_overlap, implementation)
-    options["kv_dtype"] = (kv_dtype, kv_dtype2 or kv_dtype)
-    named = [(model, packed), (other, packed if packed2 is None else packed2)]
-    loaded = _load(named, dtype, implementation)
+    texts, options = read_texts(asked.text), asked.options()
+    loaded = asked.load([(model, asked.packed), (other, asked.of_other())])
     pair = loaded[0], loaded[1]
     from infer import eval as measures
 
     found = _run(lambda progress: measures.divergence(*pair, texts, **options, progress=progress))
     report = {"measure": "divergence", "base": model, "model": other, **found.to_json()}
-    code = _controlled(report, loaded, texts, options) if control else 0
+    code = _controlled(report, loaded, texts, options) if asked.control else 0
     _print(report, as_json, divergence_lines)
     return code
 
 
 @app.command()
+@takes(Paired)
 def compare(
     model: ModelArgument,
     other: OtherArgument,
     base: Annotated[
         str | None, typer.Option(help="What both are meant to be; compares divergences from it.")
     ] = None,
-    text: TextOption = None,
-    context: ContextOption = 512,
-    windows: WindowsOption = None,
-    scored: ScoredOption = "second_half",
-    seed: SeedOption = 0,
-    allow_overlap: OverlapOption = False,
-    control: ControlOption = False,
-    dtype: DtypeOption = None,
-    packed: PackedOption = None,
-    packed2: Packed2Option = None,
-    kv_dtype: KvOption = None,
-    kv_dtype2: Kv2Option = None,
-    implementation: ImplementationOption = None,
     as_json: JsonOption = False,
+    *,
+    asked: Paired,
 ) -> int:
     """Say whether M2 is better than M on these texts, by a bootstrap paired by window."""
-    texts = read_texts(text)
-    options = _options(context, windows, scored, seed, allow_overlap, implementation)
-    options["kv_dtype"] = (kv_dtype, kv_dtype2 or kv_dtype)
+    texts, options = read_texts(asked.text), asked.options()
+    named = [(model, asked.packed), (other, asked.of_other())]
     if base is not None:
-        options["kv_dtype"] += (kv_dtype,)
-    named = [(model, packed), (other, packed if packed2 is None else packed2)]
-    if base is not None:
-        named.append((base, packed))
-    loaded = _load(named, dtype, implementation)
+        options["kv_dtype"] += (asked.kv_dtype,)
+        named.append((base, asked.packed))
+    loaded = asked.load(named)
     from infer import eval as measures
 
     pair, reference = (loaded[0], loaded[1]), loaded[2] if base is not None else None
@@ -173,12 +244,13 @@ def compare(
         )
     )
     report = {"measure": "compare", "a": model, "b": other, "base": base, **found.to_json()}
-    code = _controlled(report, loaded, texts, options) if control else 0
+    code = _controlled(report, loaded, texts, options) if asked.control else 0
     _print(report, as_json, compare_lines)
     return code
 
 
 @app.command()
+@takes(Running)
 def tasks(
     model: ModelArgument,
     other: Annotated[
@@ -207,12 +279,9 @@ def tasks(
     normalize: Annotated[
         bool, typer.Option("--normalize", help="Log-likelihood of a choice over its bytes.")
     ] = False,
-    seed: SeedOption = 0,
-    dtype: DtypeOption = None,
-    packed: PackedOption = None,
     packed2: Packed2Option = None,
-    implementation: ImplementationOption = None,
     as_json: JsonOption = False,
+    asked: Running,
 ) -> None:
     """Print how many items of a task a model gets right; of two, whether they differ (McNemar)."""
     given = {
@@ -231,11 +300,15 @@ def tasks(
     for name, value in given.items():
         if value is not None and name not in belong:
             raise ValueError(f"{name} does not go with --task {task}, which takes {_list(belong)}")
-    make = _items_of(task, given, seed)
-    named = [(model, packed)]
+    if other is None and packed2 is not None:
+        raise ValueError(
+            "--packed2 is of M2, and one model is given; name another, or leave it out"
+        )
+    make = _items_of(task, given, asked.seed)
+    named = [(model, asked.packed)]
     if other is not None:
-        named.append((other, packed if packed2 is None else packed2))
-    loaded = _load(named, dtype, implementation)
+        named.append((other, asked.packed if packed2 is None else packed2))
+    loaded = asked.load(named)
     from infer.eval.tasks import run_task
 
     todo = make(loaded[0].tokenizer)
@@ -245,7 +318,7 @@ def tasks(
             todo,
             loaded,
             normalize=normalize,
-            implementation=implementation,
+            implementation=asked.implementation,
             progress=progress,
         ),
         "items",
@@ -265,12 +338,14 @@ def _items_of(task: str, given: dict[str, Any], seed: int) -> Callable[[Any], An
         depths = depths_of(given["--depths"])
         count, context = given["--items"], given["--context"]
         context = 512 if context is None else context
+        count = 20 if count is None else count
+        generated_tasks.check_needle(context, depths, count)
         return lambda tokenizer: generated_tasks.needle(
             filler,
             tokenizer,
             context=context,
             depths=depths,
-            count=20 if count is None else count,
+            count=count,
             seed=seed,
         )
     if task == "arithmetic":
@@ -316,36 +391,6 @@ def read_texts(names: list[str] | None) -> dict[str, str]:
     if len(set(names)) < len(names):
         raise ValueError(f"--text is {_list(names)}; give each text once")
     return {name: read_text(name) for name in names}
-
-
-def _options(
-    context: int,
-    windows: int | None,
-    scored: str,
-    seed: int,
-    allow_overlap: bool,
-    implementation: str | None,
-) -> dict[str, Any]:
-    return {
-        "context": context,
-        "windows": windows,
-        "scored": scored,
-        "seed": seed,
-        "allow_overlap": allow_overlap,
-        "implementation": implementation,
-    }
-
-
-def _load(
-    named: list[tuple[str, bool | None]], dtype: str | None, implementation: str | None
-) -> list[Any]:
-    """Return the loaded models; one that is named twice is loaded once."""
-    use_compilation_cache()
-    found: dict[tuple[str, bool | None], Any] = {}
-    for name, packed in named:
-        if (name, packed) not in found:
-            found[name, packed] = load_model(name, dtype, packed, implementation)[0]
-    return [found[each] for each in named]
 
 
 def _run(call: Callable[[Any], Any], what: str = "windows") -> Any:

@@ -11,6 +11,7 @@ import typer
 
 from infer import native
 from infer.cli.batch import Batch
+from infer.cli.drafting import check_draft, drafter_of
 from infer.cli.interrupt import interruptible
 from infer.cli.loading import check_name, load_model, use_compilation_cache
 from infer.cli.options import (
@@ -99,7 +100,18 @@ def generate(
         if packed is not None:
             raise ConfigError("--packed keeps the file's own weights, --quantize packs others")
         check_name(quantize)
-    load = lambda: load_model(model, dtype, packed, value_of(implementation), quantize=quantize)
+    if draft is not None:
+        check_draft(draft)
+    options: dict[str, Any] = {}
+
+    def load() -> tuple[Any, float]:
+        loaded, seconds = load_model(
+            model, dtype, packed, value_of(implementation), quantize=quantize
+        )
+        if draft is not None:
+            options["draft"] = drafter_of(draft, loaded, dtype, packed, value_of(implementation))
+        return loaded, seconds
+
     batch = None if batch_file is None else read_batch(batch_file)
     given = {
         "num_slots": num_slots,
@@ -107,9 +119,8 @@ def generate(
         "prefill_chunk": prefill_chunk,
         "implementation": value_of(implementation),
         "kv_dtype": value_of(kv_dtype),
-        "draft": None if draft is None else drafter_of(draft),
     }
-    options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
+    options |= {name: x for name, x in given.items() if x is not None}
     if batch is not None and is_openai_batch(batch[1]):
         if chat or logprobs:
             raise ConfigError(
@@ -162,13 +173,6 @@ def generate(
     stats = {**result.stats, "load_s": load_s, "reason": why_plain(options)}
     print(summary(stats), file=sys.stderr)
     refuse_aborted(stats)
-
-
-def drafter_of(name: str) -> Any:
-    """Return the drafter that --draft names."""
-    from infer.spec.by_name import parse_drafter
-
-    return parse_drafter(name)
 
 
 def refuse_aborted(stats: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 """`infer info`: what a model file holds, what would run it here, and what fits on a chip.  Reads
-headers; JAX only where there may be a GPU.
+headers; JAX only where there may be a GPU, and to hold packed weights against their model.
 """
 
 import dataclasses
@@ -14,11 +14,12 @@ from infer import hardware
 from infer.cli import implementation
 from infer.errors import WeightFormatError
 from infer.plan import capacity, roofline
-from infer.plan.shape import kv_bytes_per_token
+from infer.plan.shape import bytes_per_number, kv_bytes_per_token
 from infer.weights import bundled, hub
 from infer.weights.summary import Summary, summarise
 
 _KV_BYTES = {"bf16": 2, "f32": 4}
+_KV_QUANTISED = {"int8": "int8", "fp8": "float8_e4m3", "int4": "int4"}
 
 
 def info(
@@ -87,9 +88,6 @@ def summary_of(path: Path) -> tuple[Summary, list[Path]]:
 def report_of(model: str, files: list[Path], found: Summary, context: int | None) -> dict[str, Any]:
     """Return what `--json` prints, but for the chip."""
     tokens = context or found.context_length
-    per_token = {
-        name: kv_bytes_per_token(found.layers_with(size)) for name, size in _KV_BYTES.items()
-    }
     layers = found.layers_with(_KV_BYTES["bf16"])
     return {
         "model": model,
@@ -123,13 +121,31 @@ def report_of(model: str, files: list[Path], found: Summary, context: int | None
         "quantisation": None
         if found.quantisation is None
         else dataclasses.asdict(found.quantisation),
-        "kv_bytes_per_token": {name: round(size) for name, size in per_token.items()},
+        "kv_bytes_per_token": _kv_bytes_of(found),
         "context": tokens,
         # Of one sequence of `context` tokens in bf16: every layer in full pages, and with sliding
         # layers cut to their window.
         "kv_bytes_context": round(capacity.kv_bytes(layers, tokens or 0)),
         "kv_bytes_context_windowed": round(capacity.kv_bytes(layers, tokens or 0, ring=True)),
     }
+
+
+def _kv_bytes_of(found: Summary) -> dict[str, int]:
+    """Return the bytes that all layers cache for a token, by the cache's dtype."""
+    figures = {
+        name: kv_bytes_per_token(found.layers_with(size)) for name, size in _KV_BYTES.items()
+    }
+    # A scale is one head's, which latents have none of.
+    if all(layer.num_kv_heads for layer in found.layers):
+        for name, kv_dtype in _KV_QUANTISED.items():
+            figures[name] = kv_bytes_per_token(
+                dataclasses.replace(
+                    layer,
+                    kv_bytes=bytes_per_number(kv_dtype, (layer.k_head_dim + layer.v_head_dim) / 2),
+                )
+                for layer in found.layers
+            )
+    return {name: round(size) for name, size in figures.items()}
 
 
 def chip_report(found: Summary, chip: hardware.Chip, context: int | None) -> dict[str, Any]:
@@ -173,7 +189,7 @@ def chip_report(found: Summary, chip: hardware.Chip, context: int | None) -> dic
 def text_of(report: dict[str, Any]) -> str:
     """Return the report for people."""
     lines = [
-        f"{printable(report['model'])}: {printable(report['name'] or 'no name')}",
+        printable(": ".join(x for x in (report["model"], report["name"]) if x)),
         f"  architecture   {printable(report['architecture'])}, {_layers_text(report)}",
         f"  vocabulary     {_number(report['vocab_size'])} ids, {_tokenizer_text(report)}",
         f"  context        {_number(report['context_length'])} tokens",
@@ -238,11 +254,14 @@ def _quantisation_lines(found: dict[str, Any], num_layers: int) -> list[str]:
     used = found["calibration"]
     if used is None:
         return [*lines, "  calibration    none recorded"]
-    return [
-        *lines,
-        f"  calibration    {printable(str(used.get('num_tokens')))} tokens, sha256 of the "
-        f"{printable(str(used.get('of')))} {printable(str(used.get('sha256')))}",
-    ]
+    lines.append(
+        f"  calibration    {printable(used.get('text', '') or 'text of no name')},"
+        f" {used['num_tokens']:,} tokens in {used['num_sequences']:,} sequences, sha256 of the"
+        f" {used['of']} {used['sha256']}"
+    )
+    if "method" in used:
+        lines.append(f"  calibrated     {printable(used['method'])}")
+    return lines
 
 
 def _format_text(format: dict[str, Any]) -> str:
@@ -278,9 +297,8 @@ def _by_pattern(names: dict[str, str], num_layers: int) -> dict[str, str]:
 
 def _cache_lines(report: dict[str, Any]) -> list[str]:
     per_token = report["kv_bytes_per_token"]
-    lines = [
-        f"  cache          {per_token['bf16']:,} bytes a token in bf16, {per_token['f32']:,} in f32"
-    ]
+    each = ", ".join(f"{size:,} in {name}" for name, size in per_token.items() if name != "bf16")
+    lines = [f"  cache          {per_token['bf16']:,} bytes a token in bf16, {each}"]
     if report["context"]:
         full, windowed = report["kv_bytes_context"], report["kv_bytes_context_windowed"]
         text = f"                 {full / 1e6:,.1f} MB for {report['context']:,} tokens in bf16"

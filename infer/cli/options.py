@@ -22,6 +22,10 @@ class KVDtype(enum.StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+    int8 = "int8"
+    int4 = "int4"
+    float8_e4m3 = "float8_e4m3"
+    fp8 = "fp8"  # the same
 
 
 ModelOption = Annotated[
@@ -51,8 +55,8 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         metavar="DRAFTER",
-        help="Speculate: ngram[:K], suffix[:K] or lookahead[:K], K drafts a round; the model's "
-        "output stays what it is [default: none].",
+        help="Speculate: ngram[:K], suffix[:K], lookahead[:K], self:LAYERS[:K] (the model's first "
+        "layers), or a smaller model, MODEL[:K]; K drafts a round [default: none].",
     ),
 ]
 ImplementationOption = Annotated[

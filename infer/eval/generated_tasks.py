@@ -41,10 +41,7 @@ def needle(
     Raises:
         RequestError: the context has no room, the filler is too short, or a depth is not in [0, 1].
     """
-    if not depths or not all(0 <= d <= 1 for d in depths):
-        raise RequestError(f"depths are {list(depths)}; each is from 0 to 1")
-    if count < 1:
-        raise RequestError(f"count is {count}; give at least 1 item of each depth")
+    check_needle(context, depths, count)
     lines = [line for line in filler.split("\n") if line.strip()]
     sizes = [len(tokenizer.encode(line + "\n", add_bos=False)) for line in lines]
     drawn = random.Random(seed)
@@ -66,6 +63,20 @@ def needle(
                 Continuation(text + question, number, Match.number, group=f"depth {depth:g}")
             )
     return items
+
+
+def check_needle(context: int, depths: Sequence[float], count: int) -> None:
+    """Refuse needles that no tokenizer can make room for.
+
+    Raises:
+        RequestError: a number is out of range.
+    """
+    if not depths or not all(0 <= d <= 1 for d in depths):
+        raise RequestError(f"depths are {list(depths)}; each is from 0 to 1")
+    if not 1 <= count <= 100_000:
+        raise RequestError(f"count is {count}; give 1 to 100000 items of each depth")
+    if context < 32:
+        raise RequestError(f"a needle's context of {context} tokens has no room; give 128 or more")
 
 
 def _stretch(sizes: list[int], room: int, drawn: random.Random, context: int) -> range:

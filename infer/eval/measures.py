@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from infer.cache.pool import kv_dtype_name
 from infer.errors import ConfigError, RequestError
 from infer.eval import memory, overlap, statistics
 from infer.eval.results import (
@@ -22,8 +23,15 @@ from infer.eval.results import (
     TextPerplexity,
 )
 from infer.eval.scoring import TokenDivergence, TokenScores, check_tokens, score_windows
-from infer.eval.windows import CONTEXT, Scored, Windows, all_windows, too_few
-from infer.generation.prepare import kv_dtype_name
+from infer.eval.windows import (
+    CONTEXT,
+    Scored,
+    Windows,
+    all_windows,
+    check_scored,
+    check_seed,
+    too_few,
+)
 from infer.model import Model
 from infer.models.params import Params
 from infer.ops.choice import check_implementation
@@ -273,8 +281,8 @@ class _Run:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.scored not in list(Scored):
-            raise ConfigError(f"scored is {self.scored!r}; there are {', '.join(Scored)}")
+        check_scored(self.scored)
+        check_seed(self.seed)
         check_implementation(self.implementation)
         self.texts = _same_windows(self.models, self.given, self.context, self.limit)
         self.first = Scored(self.scored).first(self.texts[0].ids.shape[1])

@@ -165,7 +165,7 @@ def _states(
         num_pages=batch * pages,
         page_size=_PAGE,
         pages_per_row=pages,
-        dtype=jnp.dtype(kv_dtype or params.dtype),
+        dtype=kv_dtype or params.dtype,
     )
     cache, _ = paged.allocate(cache, jnp.full(batch, pages, jnp.int32))
     spans = jnp.repeat(lengths, width * tile)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from infer.errors import RequestError
+from infer.errors import ConfigError, RequestError
 from infer.eval.statistics import ENOUGH_WINDOWS
 
 CONTEXT = 512
@@ -54,7 +54,7 @@ def cut(
     Raises:
         RequestError: the context is below 4, or the text is shorter than one window.
     """
-    _check(context, limit)
+    check_window(context, limit)
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     ids = np.asarray(tokenizer.encode(text), np.int32)
     windows = _rows(name, ids, context, limit)
@@ -77,13 +77,38 @@ def cut_ids(name: str, ids: Any, *, context: int = CONTEXT, limit: int | None = 
             f"{name} is {ids.dtype}{list(ids.shape)}; pass integer ids, [tokens] or [windows, "
             "tokens of a window]"
         )
-    _check(ids.shape[1] if ids.ndim == 2 else context, limit)
+    check_window(ids.shape[1] if ids.ndim == 2 else context, limit)
     if ids.ndim == 1:
         return Windows(name, _rows(name, ids.astype(np.int32), context, limit), len(ids), None)
     return Windows(name, ids.astype(np.int32)[:limit], ids.size, None)
 
 
-def _check(context: int, limit: int | None) -> None:
+def check_seed(seed: int) -> None:
+    """Refuse a seed that NumPy's generators do not take.
+
+    Raises:
+        RequestError: it is below 0 or no integer.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise RequestError(f"seed is {seed!r:.60}; give an integer from 0 on")
+
+
+def check_scored(scored: str) -> None:
+    """Refuse what says of no tokens that they are scored.
+
+    Raises:
+        ConfigError: it is none of `Scored`.
+    """
+    if scored not in list(Scored):
+        raise ConfigError(f"scored is {scored!r:.60}; there are {', '.join(Scored)}")
+
+
+def check_window(context: int, limit: int | None) -> None:
+    """Refuse windows that score nothing.
+
+    Raises:
+        RequestError: fewer than 4 tokens of a window, or fewer than one window.
+    """
     if context < 4:
         raise RequestError(f"the context is {context} tokens; give at least 4")
     if limit is not None and limit < 1:

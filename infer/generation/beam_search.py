@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from infer.backend import check_memory
 from infer.cache import paged
 from infer.cache.layout import pool_bytes
+from infer.cache.pool import kv_dtype_name
 from infer.compiling import record_trace
 from infer.errors import RequestError
 from infer.generation import prepare, rows
@@ -50,6 +52,7 @@ def beam_search(
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     page_size: int = 16,
+    kv_dtype: DTypeLike | None = None,
 ) -> BeamResult:
     """Return the `num_return_sequences` best continuations that beam search finds for each prompt.
 
@@ -69,6 +72,7 @@ def beam_search(
         stop_token_ids: end a sequence, beside the model's end-of-sequence ids.
         ignore_eos: leave the model's end-of-sequence ids out.
         page_size: tokens in a page of the cache.
+        kv_dtype: of cached keys and values, as in `generate`.
 
     Raises:
         RequestError: a prompt or option out of range.
@@ -77,7 +81,7 @@ def beam_search(
     if not isinstance(params, Params):
         raise RequestError(f"params is a {type(params).__name__}; pass model.params")
     _check(num_beams, num_return_sequences, length_penalty, early_stopping, page_size)
-    config = params.config
+    config, kv_name = params.config, kv_dtype_name(kv_dtype)
     prompt_ids = prepare.token_rows(prompts, tokenizer, prompt_lens)
     prepare.check_prompts(prompt_ids, config)
     sampling = SamplingParams(
@@ -107,17 +111,26 @@ def beam_search(
     pages = len(todo) * (int(paged.pages_for(prompt_cap, page_size)) + each)
     check_memory(
         f"a page pool of {pages} pages of {page_size} tokens",
-        pool_bytes(config, pages, page_size, params.dtype),
+        pool_bytes(config, pages, page_size, kv_name or params.dtype),
         "lower num_beams or max_tokens, or pass fewer prompts at a time",
     )
     sizes = dict(num_beams=num_beams, max_new=max_new, page_size=page_size, pages=pages)
-    found = jax.device_get(_result(_search(params, task, **sizes)))
+    found = jax.device_get(_result(_search(params, task, **sizes, kv_dtype=kv_name)))
     return _words(found, todo, tokenizer, num_return_sequences)
 
 
-@functools.partial(jax.jit, static_argnames=("num_beams", "max_new", "page_size", "pages"))
+@functools.partial(
+    jax.jit, static_argnames=("num_beams", "max_new", "page_size", "pages", "kv_dtype")
+)
 def _search(
-    params: Params, task: Task, *, num_beams: int, max_new: int, page_size: int, pages: int
+    params: Params,
+    task: Task,
+    *,
+    num_beams: int,
+    max_new: int,
+    page_size: int,
+    pages: int,
+    kv_dtype: str | None,
 ) -> Search:
     num_prompts, prompt_cap = task.prompts.shape
     sizes = dict(prompts=num_prompts, prompt=prompt_cap, stop_ids=task.stop_ids.shape[1])
@@ -128,7 +141,7 @@ def _search(
         num_pages=pages,
         page_size=page_size,
         pages_per_row=int(paged.pages_for(prompt_cap + max_new, page_size)),
-        dtype=params.dtype,
+        dtype=kv_dtype or params.dtype,
     )
     tile = min(TILE, prompt_cap)
     return search(params, task, cache, num_beams=num_beams, tile=tile, max_new=max_new)

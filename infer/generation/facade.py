@@ -15,7 +15,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from infer.backend import DeviceLike, device_of, find_device, on_device, place
+from infer.backend import Device, DeviceLike, device_of, find_device, on_device, place
 from infer.errors import ConfigError, RequestError
 from infer.generation.host import Job
 from infer.generation.prepare import RunOptions, TextCodec
@@ -104,17 +104,19 @@ def generate(
             `stats["implementations"]` says what ran.
         command_buffers: on an NVIDIA GPU, run the whole loop as one CUDA graph, without a launch
             from the host for each kernel; False turns that off.
-        kv_dtype: of cached keys and values: float32, bfloat16 or float16, as a name or a dtype;
-            None is the dtype of the activations.  Half the bytes are read at each step of a long
-            sequence; float16 holds numbers up to 65,504.
+        kv_dtype: of cached keys and values: float32, bfloat16 or float16, or "int8", "int4" or
+            "float8_e4m3" ("fp8") with a float32 scale for each token and key/value head, as a name
+            or a dtype; None is the dtype of the activations.  Fewer bytes are read at each step of
+            a long sequence; float16 holds numbers up to 65,504; what the others cost in quality:
+            docs/kv-cache.md.
         draft: speculation: a drafter, such as `infer.spec.NGram(k=4)`, proposes several tokens, and
             the model judges them in one pass.  Greedy tokens stay what they are; drawn ones keep
             their distribution, and with rule="coupled" stay what they are too.  None decodes token
             by token.  `stats["acceptance_rate"]` says how many of the drafts stood.
         device: where this call runs: a jax.Device, "cpu", "gpu", or one of several like "cpu:1".
-            Weights that lie elsewhere are copied there for this call, `stats["bytes_moved"]` says
-            how many bytes; before many calls move them once, with `jax.device_put`.  None runs
-            where the weights are.  Not inside a trace.
+            Weights, a drafter's too, that lie elsewhere are copied there for this call,
+            `stats["bytes_moved"]` says how many bytes; before many calls move them once, with
+            `jax.device_put`.  None runs where the weights are.  Not inside a trace.
 
     Returns:
         GenerationResult on the host, Generation (a pytree of arrays) inside a trace.
@@ -176,14 +178,33 @@ def prepare_on(
     target = find_device(device)
     params, moved = place(params, target)
     key, _ = place(key, target)
-    if options.draft is not None:
-        draft, more = place(options.draft, target)
-        options, moved = dataclasses.replace(options, draft=draft), moved + more
+    options, moved_too = _with_draft_on(params, target, options)
     with on_device(target or device_of(params)):
         job = Job.prepare(params, prompts, prompt_lens, tokenizer, sampling, key, options)
     if target is not None:
-        job.placement = {"device": str(target), "bytes_moved": moved}
+        job.placement = {"device": str(target), "bytes_moved": moved + moved_too}
     return job
+
+
+def _with_draft_on(
+    params: Params, target: Device | None, options: RunOptions
+) -> tuple[RunOptions, int]:
+    """Return the options with the drafter's weights, if it has some, where the model's are, and how
+    many bytes had to be copied there.
+    """
+    if options.draft is None:
+        return options, 0
+    options.draft.check(params.config)  # before anything is moved
+    draft, moved = place(options.draft, target)
+    ours = device_of(params)
+    arrays = [x for x in jax.tree.leaves(draft) if isinstance(x, jax.Array)]
+    elsewhere = sorted({str(d) for x in arrays for d in x.devices() if d != ours})
+    if elsewhere and ours is not None:
+        raise ConfigError(
+            f"the drafter's weights are on {', '.join(elsewhere)} and the model's on {ours}; move"
+            " them with jax.device_put, or pass device=, which moves both for this call"
+        )
+    return dataclasses.replace(options, draft=draft), moved
 
 
 def stream(

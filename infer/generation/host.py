@@ -16,6 +16,7 @@ from jax import Array
 from infer.backend import check_memory, default_platform
 from infer.cache import paged
 from infer.cache.layout import pool_bytes
+from infer.cache.pool import kv_dtype_name
 from infer.compiling import (
     COMMAND_BUFFERS,
     give_back_memory,
@@ -214,7 +215,7 @@ class Job:
             lanes=prepare.lanes_for(options.prefill_chunk, prompt_cap, slots),
             implementation=options.implementation,
             command_buffers=options.command_buffers and default_platform() == "gpu",
-            kv_dtype=prepare.kv_dtype_name(options.kv_dtype),
+            kv_dtype=kv_dtype_name(options.kv_dtype),
             draft=None if drafter is None else str(drafter),
             **(rows.caps_of(todo, config.vocab_size) | room.features),
         )
@@ -294,17 +295,19 @@ class Job:
             return
         program = _program_key(self.params, drafter, self.caps)
         if program not in _turn_seconds:
-            found = self._timed(len(drafter.widths))
+            found = self.time_turns()
             if found is None:
                 return  # too short a run: the next one tries
             _turn_seconds[program] = found
         seconds = np.asarray(_turn_seconds[program], np.float32)
         self._change_policy(seconds=seconds)
 
-    def _timed(self, num_tiers: int) -> list[float] | None:
-        """Return seconds of a turn in each tier, and of one that drafts in vain; None if the run
-        has no such turns left, or does something else beside them.
+    def time_turns(self) -> list[float] | None:
+        """Return seconds of a turn in each tier, and of one that drafts in vain, of a job that has
+        its first tokens; None if it has no such turns left, or does something else beside them.
         """
+        assert self.drafter is not None
+        num_tiers = len(self.drafter.widths)
         modes = [*((t, t) for t in range(num_tiers)), (num_tiers - 1, 0)]
         best = [math.inf] * len(modes)
         idle = math.inf  # what a call costs

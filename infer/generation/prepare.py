@@ -14,8 +14,9 @@ from jax.typing import DTypeLike
 
 from infer.backend import default_platform
 from infer.cache import paged
+from infer.cache.pool import kv_dtype_name
 from infer.config import ModelConfig
-from infer.errors import ConfigError, RequestError
+from infer.errors import RequestError
 from infer.generation import speculation
 from infer.generation.state import Lanes, Requests, State, initial_state
 from infer.models.params import Params
@@ -141,34 +142,9 @@ class Caps:
     kv_dtype: str | None = None
     draft: str | None = None  # the drafter's options in words
 
-    def cache_dtype(self, params: Params) -> jnp.dtype:
-        """Return the dtype of cached keys and values."""
-        return jnp.dtype(self.kv_dtype or params.dtype)
-
-
-# What keys and values can be cached in.
-KV_DTYPES = ("float32", "bfloat16", "float16")
-
-
-def kv_dtype_name(dtype: DTypeLike | None) -> str | None:
-    """Return the name of a dtype that keys and values can be cached in, given in any way that JAX
-    knows; None for None.
-
-    Raises:
-        ConfigError: it is none of KV_DTYPES.
-    """
-    if dtype is None:
-        return None
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = None
-    if name not in KV_DTYPES:
-        raise ConfigError(
-            f"kv_dtype is {dtype!r:.80}; there are {', '.join(map(repr, KV_DTYPES))}, and None is "
-            "the dtype of the activations"
-        )
-    return name
+    def cache_dtype(self, params: Params) -> str:
+        """Return the name of the dtype of cached keys and values."""
+        return self.kv_dtype or params.dtype.name
 
 
 def bucket(value: int, smallest: int) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from infer.cache.paged import pages_for
+from infer.cache.pool import kv_dtype_name
 from infer.config import ModelConfig
 from infer.errors import RequestError
 from infer.generation import prepare, rows
@@ -241,6 +242,6 @@ def _caps(count: int, length: int, new: int, sizes: dict[str, Any], options: Run
         processed_logprobs=options.logprobs_mode == "processed",
         lanes=prepare.lanes_for(options.prefill_chunk, length, slots),
         implementation=options.implementation,
-        kv_dtype=prepare.kv_dtype_name(options.kv_dtype),
+        kv_dtype=kv_dtype_name(options.kv_dtype),
         **sizes,
     )

@@ -18,6 +18,7 @@ from jax import Array
 from jaxtyping import Int
 
 from infer.cache import paged
+from infer.cache.pool import dtype_of, kv_dtype_name
 from infer.errors import RequestError, WeightFormatError
 from infer.generation import prepare, rows
 from infer.generation.prefixes import Prefixes
@@ -83,10 +84,10 @@ def check_fits(saved: StreamState, params: Params) -> None:
         lambda: prepare.fresh_state(params, saved.requests, saved.caps, 0, saved.drafter)
     )
     for have, need in zip(saved.state.cache.k_pages, fresh.cache.k_pages, strict=False):
-        if (have.shape, have.dtype) != (need.shape, need.dtype):
+        if (have.shape, dtype_of(have)) != (need.shape, dtype_of(need)):
             raise RequestError(
-                f"the state has pages {have.dtype}{list(have.shape)}, this model has "
-                f"{need.dtype}{list(need.shape)}; go on with the model it comes from"
+                f"the state has pages {dtype_of(have)}{list(have.shape)}, this model has "
+                f"{dtype_of(need)}{list(need.shape)}; go on with the model it comes from"
             )
     if len(saved.state.cache.k_pages) != len(fresh.cache.k_pages):
         raise RequestError(
@@ -106,7 +107,7 @@ def begin_on(
             f"the state's drafter is {saved.drafter}, whose keys and values lie beside the model's;"
             " go on with a drafter of the same model"
         )
-    have, need = (c.k_pages[0].dtype.name for c in (saved.state.cache, state.cache))
+    have, need = (dtype_of(c.k_pages[0]) for c in (saved.state.cache, state.cache))
     if have != need:
         raise RequestError(f"kv_dtype is {need}, the state's {have}; go on with the same")
     if saved.caps.page_size != state.cache.page_size:
@@ -135,12 +136,9 @@ def _with_pages(
     cache = state.cache
     count = min(cache.num_pages, pages[0][0].shape[0])
     put = lambda new, old: new.at[:count].set(old[:count])
-    cache = dataclasses.replace(
-        cache,
-        k_pages=tuple(map(put, cache.k_pages, pages[0])),
-        v_pages=tuple(map(put, cache.v_pages, pages[1])),
-        lengths=cache.lengths.at[0].set(num_tokens),
-    )
+    k_pages, v_pages = jax.tree.map(put, (cache.k_pages, cache.v_pages), pages)
+    lengths = cache.lengths.at[0].set(num_tokens)
+    cache = dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages, lengths=lengths)
     counters = dataclasses.replace(state.counters, shared_tokens=num_tokens)
     return dataclasses.replace(state, cache=cache, counters=counters)
 
@@ -210,7 +208,7 @@ def _caps(fields: dict[str, Any]) -> Caps:
     lanes, words = Lanes(**fields.pop("lanes")), tuple(fields.pop("bad_words"))
     caps = Caps(**fields, lanes=lanes, bad_words=words)
     check_implementation(caps.implementation)
-    prepare.kv_dtype_name(caps.kv_dtype)
+    kv_dtype_name(caps.kv_dtype)
     optional = {"processed_logprobs", "prompt_logprobs", "implementation", "command_buffers"}
     optional |= {"kv_dtype", "draft"}
     sizes = [v for k, v in fields.items() if k not in optional]

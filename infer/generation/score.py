@@ -5,10 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from infer.backend import DeviceLike, find_device, on_device, place
-from infer.errors import RequestError
+from infer.cache.pool import kv_dtype_name
+from infer.errors import ConfigError, RequestError
 from infer.generation.prepare import RunOptions
 from infer.generation.pure import generate_pure
 from infer.models import decoder
@@ -26,6 +28,7 @@ def score(
     *,
     paged: bool = False,
     implementation: str | None = None,
+    kv_dtype: DTypeLike | None = None,
     device: DeviceLike = None,
 ) -> Float[Array, "B S1"]:
     """Return log p(token t+1 | tokens 0..t) [B, S - 1], float32, differentiable in `params`.
@@ -42,12 +45,14 @@ def score(
         implementation: as in `generate`.  The Triton form of attention, which a GPU takes without
             `paged` too, recomputes scores in the backward pass: its memory does not grow with S
             squared either.
+        kv_dtype: of cached keys and values, as in `generate`; with `paged` only.
         device: where to compute, and where the result stays: a jax.Device, "cpu", "gpu", "cpu:1".
             Weights that lie elsewhere are copied there for this call.  None computes where the
             weights are.  Not inside a trace, gradients included.
 
     Raises:
-        ConfigError: there is no such device, or a trace decides where to run.
+        ConfigError: there is no such device or kv_dtype, kv_dtype without `paged`, or a trace
+            decides where to run.
     """
     if not isinstance(params, Params):
         raise RequestError(f"params is a {type(params).__name__}; pass model.params")
@@ -59,11 +64,17 @@ def score(
     if 0 in tokens.shape:
         raise RequestError(f"tokens is {list(tokens.shape)}; give at least one row of one token")
     check_implementation(implementation)
+    kv_name = kv_dtype_name(kv_dtype)
+    if kv_name is not None and not paged:
+        raise ConfigError(
+            f"kv_dtype is {kv_name!r} without paged=True; the dense form caches nothing: pass "
+            "paged=True, or leave kv_dtype out"
+        )
     target = find_device(device)
     (params, tokens), _ = place((params, tokens), target)
     with on_device(target):
         if paged:
-            return _paged(params, tokens, implementation)
+            return _paged(params, tokens, implementation, kv_name)
         return _dense(params, tokens, implementation)
 
 
@@ -89,11 +100,14 @@ def _dense(
     return logprobs.reshape(-1)[:count].reshape(batch, length - 1)
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
+@functools.partial(jax.jit, static_argnames=("implementation", "kv_dtype"))
 def _paged(
-    params: Params, tokens: Int[Array, "B S"], implementation: str | None
+    params: Params,
+    tokens: Int[Array, "B S"],
+    implementation: str | None,
+    kv_dtype: str | None,
 ) -> Float[Array, "B S1"]:
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    options = RunOptions(implementation=implementation)
+    options = RunOptions(implementation=implementation, kv_dtype=kv_dtype)
     run = generate_pure(params, tokens, None, sampling, None, None, options)
     return run.prompt_logprobs[:, 1:]

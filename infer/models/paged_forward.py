@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 
 from infer.cache import paged
 from infer.cache.paged import PagedCache
+from infer.cache.pool import Pool
 from infer.config import LayerConfig
 from infer.models import decoder
 from infer.models.blocks import Turn
@@ -48,7 +49,7 @@ def through_layers(
         v: Array,
         turn: Turn,
         sinks: Array | None,
-        pools: tuple[Array, Array],
+        pools: tuple[Pool, Pool],
     ):
         # Written first, read after: reading the old pool once the new one exists would copy it.
         q, k_pages, v_pages = rope_write(q, k, v, turn, pages, flat, *pools, implementation)

@@ -22,6 +22,7 @@ OPERATIONS = (
     "infer_paged_attention",
     "infer_rms_norm",
     "infer_rope_write",
+    "infer_rope_write_quantized",
     "infer_sample",
 )
 

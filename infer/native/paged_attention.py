@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int, Num
+from jaxtyping import Float, Int, Shaped
 
 from infer import native
 
@@ -19,8 +19,8 @@ _NO_WINDOW = 2**40
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pages: Num[Array, "P K U H"],
-    v_pages: Num[Array, "P K U H"],
+    k_pages: Shaped[Array, "P K U W"],
+    v_pages: Shaped[Array, "P K U W"],
     page_table: Int[Array, "B M"],
     positions: Int[Array, "B T"],
     *,
@@ -35,8 +35,8 @@ def paged_attention(
 
     Args:
         q: queries.
-        k_pages: key pool, float32, bfloat16, float16 or int8; the queries' own keys are already
-            written.
+        k_pages: key pool, float32, bfloat16, float16, or data of `infer.quant.kv`: int8,
+            float8_e4m3fn, or int4 as uint8 of width H/2; the queries' own keys are already written.
         v_pages: value pool.
         page_table: pages of each row; an entry outside [0, P) is no page, and its keys are not
             seen.
@@ -46,8 +46,8 @@ def paged_attention(
         window: visible keys, the query's own included; None for all.
         softcap: bound of scores by tanh, or None.
         sinks: a logit a head that joins the denominator only, or None.
-        k_scales: of int8 keys, one a token and head, as `infer.pallas.kv_formats` defines them.
-        v_scales: of int8 values.
+        k_scales: of quantised keys, one a token and head.
+        v_scales: of quantised values.
     """
     none = jnp.zeros(0, jnp.float32)
     scales = (none if x is None else x.astype(jnp.float32) for x in (k_scales, v_scales))

@@ -20,6 +20,7 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Float, Int
 
+from infer.cache.pool import Pool, QuantizedPool, dtype_of
 from infer.ops import attention_xla
 from infer.ops.choice import choose, target_gpu
 from infer.pallas.tuned import tuned
@@ -111,8 +112,8 @@ def _dense_mosaic(q: Array, k: Array, v: Array, sinks: Array | None, **options: 
 def _checked(
     op: str,
     q: Array,
-    k: Array,
-    v: Array,
+    k: Pool,
+    v: Pool,
     sinks: Array | None,
     scale: float,
     window: int | None,
@@ -129,7 +130,10 @@ def _checked(
         )
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"{op}: sinks is {sinks.shape}; give one a head of q, ({num_heads},)")
-    for name, array in (("q", q), ("k", k), ("v", v)):
+    arrays = {"q": q, "k": k, "v": v}
+    for name, array in arrays.items():
+        if isinstance(array, QuantizedPool):
+            continue
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{op}: {name} is {array.dtype}; use a floating dtype")
     for name, number in (("scale", scale), ("softcap", softcap)):
@@ -206,8 +210,8 @@ def _ragged_triton(
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P K U H"],
-    v_pages: Float[Array, "P K U H"],
+    k_pages: Pool,
+    v_pages: Pool,
     page_table: Int[Array, "B M"],
     positions: Int[Array, "B T"],
     *,
@@ -221,8 +225,8 @@ def paged_attention(
 
     Args:
         q: queries.
-        k_pages: key pool; the queries' own keys are already written.
-        v_pages: value pool.
+        k_pages: key pool, of floats or quantised; the queries' own keys are already written.
+        v_pages: value pool, alike.
         page_table: pages of each row, P where there is none.
         positions: of each query in its sequence, ascending by one within a row; negative for a
             query that is padding, at the end of its row (its output is 0).
@@ -238,11 +242,12 @@ def paged_attention(
         positions.shape != rows
         or page_table.shape[:1] != rows[:1]
         or k_pages.shape != v_pages.shape
+        or dtype_of(k_pages) != dtype_of(v_pages)
     ):
         raise ValueError(
             f"q is {q.shape}, positions {positions.shape}, page_table {page_table.shape}, the "
-            f"pools {k_pages.shape} and {v_pages.shape}; positions must be {rows}, the table have "
-            f"{rows[0]} rows, and the pools be alike"
+            f"pools {dtype_of(k_pages)}{k_pages.shape} and {dtype_of(v_pages)}{v_pages.shape}; "
+            f"positions must be {rows}, the table have {rows[0]} rows, and the pools be alike"
         )
     form = lambda run, **more: functools.partial(run, **options, **more)
     page_table, positions = page_table.astype(jnp.int32), positions.astype(jnp.int32)
@@ -267,8 +272,8 @@ def paged_attention(
 
 def _paged_xla(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Pool,
+    v_pages: Pool,
     page_table: Array,
     positions: Array,
     sinks: Array | None,
@@ -281,8 +286,8 @@ def _paged_xla(
 
 def _paged_native(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Pool,
+    v_pages: Pool,
     page_table: Array,
     positions: Array,
     sinks: Array | None,
@@ -290,13 +295,20 @@ def _paged_native(
 ) -> Array:
     from infer.native.paged_attention import paged_attention as operation
 
-    return operation(q, k_pages, v_pages, page_table, positions, sinks=sinks, **options)
+    (k, k_scales), (v, v_scales) = map(_parts, (k_pages, v_pages))
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
+    return operation(q, k, v, page_table, positions, sinks=sinks, **scales, **options)
+
+
+def _parts(pool: Pool) -> tuple[Array, Array | None]:
+    """Return a pool's data, and its scales if it has any, as kernels take them."""
+    return (pool.data, pool.scale) if isinstance(pool, QuantizedPool) else (pool, None)
 
 
 def _paged_triton(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Pool,
+    v_pages: Pool,
     page_table: Array,
     positions: Array,
     sinks: Array | None,
@@ -308,31 +320,33 @@ def _paged_triton(
     from infer.pallas import paged_prefill as prefill
 
     gpu, width = target_gpu(), q.shape[3]
-    chip, key = gpu.chip if gpu else None, f"h{width} {k_pages.dtype}"
+    (k, k_scales), (v, v_scales) = map(_parts, (k_pages, v_pages))
+    chip, key = gpu.chip if gpu else None, f"h{width} {k.dtype}"
     if few:
         sizes = decode.PagedAttentionBlocks.for_shape(
             q.shape[0],
-            page_table.shape[1] * k_pages.shape[2],
-            num_kv=k_pages.shape[1],
+            page_table.shape[1] * k.shape[2],
+            num_kv=k.shape[1],
             width=width,
-            pool_dtype=k_pages.dtype,
+            pool_dtype=k.dtype,
             q_dtype=q.dtype,
         )
         sizes = tuned(sizes, "paged_attention", chip, key)
         kernel = functools.partial(decode.paged_attention, blocks=sizes)
     else:
         sizes = prefill.PagedPrefillBlocks.for_shape(
-            width=width, pool_dtype=k_pages.dtype, q_dtype=q.dtype, chip=chip
+            width=width, pool_dtype=k.dtype, q_dtype=q.dtype, chip=chip
         )
         sizes = tuned(sizes, "paged_prefill", chip, key)
         kernel = functools.partial(prefill.paged_prefill, blocks=sizes)
-    return kernel(q, k_pages, v_pages, page_table, positions, sinks=sinks, **options)
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
+    return kernel(q, k, v, page_table, positions, sinks=sinks, **scales, **options)
 
 
 def _paged_mosaic(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Pool,
+    v_pages: Pool,
     page_table: Array,
     positions: Array,
     sinks: Array | None,
@@ -340,4 +354,9 @@ def _paged_mosaic(
 ) -> Array:
     from infer.pallas.paged_prefill_mosaic import paged_prefill_mosaic
 
+    if isinstance(k_pages, QuantizedPool) or isinstance(v_pages, QuantizedPool):
+        raise NotImplementedError(
+            f"paged_prefill in mosaic reads no {dtype_of(k_pages)} pools, {k_pages.shape}; use "
+            "'triton', or None, which chooses"
+        )
     return paged_prefill_mosaic(q, k_pages, v_pages, page_table, positions, sinks=sinks, **options)

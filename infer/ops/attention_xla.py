@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from infer.cache.pool import Pool, read_pages
+
 # Finite, so that a row without visible keys gives 0 / tiny rather than NaN, and small enough that
 # exp() of it is 0.
 _MASKED = -1e30
@@ -119,8 +121,8 @@ def _masked_attention(
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P K U H"],
-    v_pages: Float[Array, "P K U H"],
+    k_pages: Pool,
+    v_pages: Pool,
     page_table: Int[Array, "B M"],
     positions: Int[Array, "B T"],
     *,
@@ -169,10 +171,7 @@ def paged_attention(
         m, total, acc = carry
         ids = lax.dynamic_slice_in_dim(table, trip * pages_per_trip, pages_per_trip, axis=1)
         gather = lambda pages: (
-            pages.at[ids]
-            .get(mode="clip")
-            .swapaxes(1, 2)
-            .reshape(rows, num_kv, keys_per_trip, width)
+            read_pages(pages, ids).swapaxes(1, 2).reshape(rows, num_kv, keys_per_trip, width)
         )
         scores = jnp.einsum(
             "bkmh,bksh->bkms",

@@ -7,6 +7,8 @@ norm before, the gate between, the residual after.  A `Packed` weight has no pla
 
 import contextlib
 import contextvars
+import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
@@ -15,11 +17,18 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from infer.native.formats import ROUNDINGS
 from infer.native.repack import Packed
 from infer.ops import choice
 from infer.ops.activation import gated_activation
 from infer.ops.norm import rms_norm
-from infer.ops.quantized import quantized_product
+from infer.ops.quantized import (
+    e4m3_activations,
+    int8_activations,
+    quantized_product,
+    round_activations,
+)
+from infer.quant.formats import PlanarFormat
 from infer.quant.qarray import QArray, take_rows
 
 # Gain and epsilon of an RMSNorm; None is no norm.
@@ -79,10 +88,17 @@ def linear_f32(
     seen = _observed.get()
     if seen is not None:
         seen.append((weight, x))
-    choice.record(choice.Choice("linear", "xla", "the weights are not packed for another"))
     if isinstance(weight, QArray):
-        y = quantized_product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+        if implementation == "native":
+            raise NotImplementedError(
+                f"linear in native: the weights are {weight.format.name} in plain form; repack them"
+                " (infer.load(..., packed=True), infer.models.panels.repack) or, where no native"
+                " kernel takes the format, leave the implementation out"
+            )
+        rows = x.reshape(-1, x.shape[-1])
+        y = _packed_product(rows, weight, implementation).reshape(*x.shape[:-1], -1)
     else:
+        choice.record(choice.Choice("linear", "xla", "the weights are not packed for another"))
         # HIGHEST: a float32 model asks for float32 products, not the GPU's TF32; other dtypes
         # ignore it.
         y = jnp.einsum(
@@ -95,6 +111,53 @@ def linear_f32(
     if bias is not None:
         y = y + bias.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))
     return y
+
+
+# Rows from which decoding a whole tile of the weight and one large product is thought to be faster.
+_MOST_ROWS = 64
+
+
+def _packed_product(
+    x: Float[Array, "T I"], weight: QArray, implementation: str | None
+) -> Float[Array, "T O"]:
+    """Return x @ weight.T in float32, on a GPU in the kernel that decodes in registers."""
+
+    def kernel(x: Array, weight: QArray, interpret: bool = False) -> Array:
+        from infer.pallas.quantized_matmul import quantized_matmul
+        from infer.pallas.scaled_matmul import scaled_matmul
+
+        if weight.perm is not None:  # the codes stay in their order, and the activations take it
+            x = jnp.take(x, weight.perm, axis=1)
+            format = dataclasses.replace(weight.format, ordered=False)  # type: ignore[call-arg]
+            weight = dataclasses.replace(weight, perm=None, format=format)
+        rounds = isinstance(weight.format, PlanarFormat) and weight.format.activations
+        if not rounds or rounds == "outliers":
+            return quantized_matmul(x, weight, interpret=interpret)
+        return scaled_matmul(*_rounded(x, weight), weight, interpret=interpret)
+
+    rounds = isinstance(weight.format, PlanarFormat) and weight.format.activations
+    few = (x.shape[0] <= _MOST_ROWS or bool(rounds)) and x.dtype.itemsize == 2
+    return choice.choose(
+        "linear",
+        (x, weight),
+        xla=quantized_product,
+        kernels={
+            "triton": choice.with_xla_gradient(kernel, quantized_product),
+            "interpret": functools.partial(kernel, interpret=True),
+        },
+        preferred=("triton",) if few else (),
+        implementation=implementation,
+    )
+
+
+def _rounded(x: Array, weight: QArray) -> tuple[Array, Array]:
+    """Return codes and scales of the activations as the weight's format rounds them."""
+    assert isinstance(weight.format, PlanarFormat)
+    x = x.astype(jnp.float32)
+    if weight.format.activations.startswith("int8"):
+        return int8_activations(x, weight.act_scale)
+    block = 128 if weight.format.activations == "e4m3_128" else None
+    return e4m3_activations(x, block, weight.act_scale)
 
 
 def linears(
@@ -148,7 +211,7 @@ def gated_mlp(
     """
     gate, up, down = weights
     plain = all(bias is None for bias in biases) and activation != "gelu"
-    if plain and _all_packed(weights):
+    if plain and _all_packed(weights) and all(map(_takes_rows, weights)):
         return _native_mlp(x, gate, up, down, activation, norm, residual, implementation)
     g, u = linears(x, (gate, up), biases[:2], norm=norm, implementation=implementation)
     inner = gated_activation(g, u, activation, implementation)
@@ -165,7 +228,8 @@ def embed(
     if isinstance(weight, Packed):
         from infer.native.embed import embed as rows_of
 
-        return rows_of(weight, tokens.reshape(-1)).reshape(*tokens.shape, -1).astype(dtype)
+        rows = rows_of(weight, tokens.reshape(-1)).reshape(*tokens.shape, -1).astype(dtype)
+        return rows if weight.perm is None else jnp.take(rows, jnp.argsort(weight.perm), axis=-1)
     if isinstance(weight, QArray):
         return take_rows(weight, tokens, dtype)
     return weight.at[tokens].get(mode="clip").astype(dtype)
@@ -188,8 +252,41 @@ def _native(
     only_native("linear", implementation)
     f32 = lambda a: None if a is None else a.astype(jnp.float32)
     gain, eps = (None, 0.0) if norm is None else norm
-    x = x.astype(jnp.float32)
-    return kernel(x, weights, f32(gain), eps, tuple(map(f32, biases)), f32(residual))
+    x, gain, biases = x.astype(jnp.float32), f32(gain), tuple(map(f32, biases))
+    if all(map(_takes_rows, weights)):
+        return kernel(x, weights, gain, eps, biases, f32(residual))
+    one = lambda w, bias: _native_own(x, w, bias, gain, eps, f32(residual))
+    return tuple(one(w, bias) for w, bias in zip(weights, biases, strict=True))
+
+
+def _takes_rows(weight: Packed) -> bool:
+    """Return whether a weight takes rows as they are: in order, rounded as the kernels do."""
+    return weight.perm is None and not weight.activations
+
+
+def _native_own(
+    x: Array,
+    weight: Packed,
+    bias: Array | None,
+    gain: Array | None,
+    eps: float,
+    residual: Array | None,
+) -> Array:
+    """Return the product of a weight that has its inputs in an order or a rounding of its own."""
+    from infer.native.linear import linear as kernel
+
+    if weight.perm is not None:  # the norm of a row does not depend on its order
+        x = jnp.take(x, weight.perm, axis=1)
+        gain = None if gain is None else jnp.take(gain, weight.perm)
+    rounding, act_scale = 0, None
+    if weight.is_integer:
+        rounding = ROUNDINGS[weight.activations]
+        act_scale = weight.act_scale
+    elif weight.activations:
+        if gain is not None:
+            x, gain = rms_norm(x, gain, eps, "xla"), None
+        x = round_activations(x, weight.activations, weight.act_scale)
+    return kernel(x, (weight,), gain, eps, (bias,), residual, rounding, act_scale)[0]
 
 
 def _native_mlp(

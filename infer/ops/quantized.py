@@ -50,27 +50,32 @@ def quantized_product(x: Float[Array, "T I"], weight: QArray) -> Float[Array, "T
         return _tiled(weight, lambda w: _dot(x, w), x.dtype)
     if format.activations in ("int8", "int8_static") and format.code == "int" and not format.group:
         return _integers(x.astype(jnp.float32), weight, format)
-    rounded = round_activations(x.astype(jnp.float32), weight).astype(x.dtype)
+    rounded = round_activations(x.astype(jnp.float32), format.activations, weight.act_scale)
+    rounded = rounded.astype(x.dtype)
     return _tiled(weight, lambda w: _dot(rounded, w), x.dtype)
 
 
-def round_activations(x: Float[Array, "T I"], weight: QArray) -> Float[Array, "T I"]:
-    """Return the activations x', float32, as the format of `weight` rounds them."""
-    assert isinstance(weight.format, PlanarFormat)
-    how = weight.format.activations
+def round_activations(
+    x: Float[Array, "T I"], how: str, act_scale: Float[Array, ""] | None = None
+) -> Float[Array, "T I"]:
+    """Return the activations x', float32.
+
+    Args:
+        x: activations, float32.
+        how: the format's `activations`, not "".
+        act_scale: of the weight, where that is static.
+    """
     if how == "outliers":
         outlier = jnp.abs(x) >= OUTLIER
         q, s = int8_activations(jnp.where(outlier, 0.0, x))
         return jnp.where(outlier, x, q.astype(jnp.float32) * s)
     if how in ("int8", "int8_static"):
-        q, s = int8_activations(x, weight.act_scale)
+        q, s = int8_activations(x, act_scale)
         return q.astype(jnp.float32) * s
-    if how == "e4m3_128":
-        width = x.shape[1]
-        blocks = jnp.pad(x, ((0, 0), (0, -width % 128))).reshape(x.shape[0], -1, 128)
-        return _e4m3(blocks, None).reshape(x.shape[0], -1)[:, :width]
-    assert how in ("e4m3", "e4m3_static"), how
-    return _e4m3(x, weight.act_scale)
+    assert how in ("e4m3", "e4m3_static", "e4m3_128"), how
+    q, s = e4m3_activations(x, 128 if how == "e4m3_128" else None, act_scale)
+    spread = s if s.shape[1] == 1 else jnp.repeat(s, 128, axis=1)[:, : x.shape[1]]
+    return q.astype(jnp.float32) * spread
 
 
 def int8_activations(
@@ -85,17 +90,22 @@ def int8_activations(
     return jnp.clip(jnp.round(quotient(x, s)), -127, 127).astype(jnp.int8), s
 
 
-def _e4m3(x: Float[Array, "*B g"], scale: Array | None) -> Float[Array, "*B g"]:
-    if scale is None:
-        most = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), 1e-4)
-        s = quotient(most, codes.LARGEST["e4m3"])
-    else:
-        s = jnp.broadcast_to(scale, (*x.shape[:-1], 1))
+def e4m3_activations(
+    x: Float[Array, "T I"], block: int | None = None, scale: Array | None = None
+) -> tuple[Array, Float[Array, "T S"]]:
+    """Return codes float8_e4m3fn [T, I] and scales of activations: a scale a token, the one that is
+    given, or one for each `block` inputs, [T, ceil(I / block)].
+    """
+    rows, width = x.shape
+    size = block or width
+    parts = jnp.pad(x, ((0, 0), (0, -width % size))).reshape(rows, -1, size)
     largest = codes.LARGEST["e4m3"]  # a cast of what is more would give NaN
-    return (
-        jnp.clip(quotient(x, s), -largest, largest).astype(jnp.float8_e4m3fn).astype(jnp.float32)
-        * s
-    )
+    if scale is None:
+        s = quotient(jnp.maximum(jnp.abs(parts).max(-1), 1e-4), largest)
+    else:
+        s = jnp.broadcast_to(scale, parts.shape[:2])
+    q = jnp.clip(quotient(parts, s[..., None]), -largest, largest).astype(jnp.float8_e4m3fn)
+    return q.reshape(rows, -1)[:, :width], s
 
 
 def _dot(x: Array, w: Array) -> Float[Array, "T O"]:

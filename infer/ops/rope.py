@@ -17,8 +17,9 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from infer.cache.paged import write_tokens
+from infer.cache.pool import Pool, QuantizedPool
 from infer.config import RopeConfig, RopeScaling, RopeScalingKind
-from infer.ops.choice import choose
+from infer.ops.choice import Form, choose
 from infer.ops.frequencies import attention_factor, inverse_frequencies
 
 
@@ -95,10 +96,10 @@ def rope_write(
     turn: tuple[Float[Array, "T H2"], Float[Array, "T H2"]] | None,
     pages: Int[Array, " T"],
     positions: Int[Array, " T"],
-    k_pages: Float[Array, "P K U H"],
-    v_pages: Float[Array, "P K U H"],
+    k_pages: Pool,
+    v_pages: Pool,
     implementation: str | None = None,
-) -> tuple[Float[Array, "T N H"], Float[Array, "P K U H"], Float[Array, "P K U H"]]:
+) -> tuple[Float[Array, "T N H"], Pool, Pool]:
     """Turn q and k, write k and v of each token at (page, position modulo U), and return q and the
     pools.
 
@@ -109,23 +110,24 @@ def rope_write(
         turn: cos and sin of the tokens' angles; None turns nothing.
         pages: of each token; P writes nothing.
         positions: of each token in its sequence.
-        k_pages: key pool.
-        v_pages: value pool.
+        k_pages: key pool, of floats or quantised.
+        v_pages: value pool, alike.
         implementation: see `infer.ops.choice`.
     """
     if turn is None:
         put = lambda pool, x: write_tokens(pool, x, pages, positions)
         return q, put(k_pages, k), put(v_pages, v)
-    kernel = lambda interpret: functools.partial(_rope_write_triton, interpret=interpret)
+    kernels: dict[str, Form] = {"native": _rope_write_native}
+    # The Triton kernel writes floats only: quantised pools are written by XLA, which the record of
+    # choices says.
+    if not isinstance(k_pages, QuantizedPool):
+        for name in ("triton", "interpret"):
+            kernels[name] = functools.partial(_rope_write_triton, interpret=name == "interpret")
     return choose(
         "rope_write",
         (q, k, v, *turn, pages, positions, k_pages, v_pages),
         xla=_rope_write_xla,
-        kernels={
-            "triton": kernel(False),
-            "interpret": kernel(True),
-            "native": _rope_write_native,
-        },
+        kernels=kernels,
         preferred=(),
         implementation=implementation,
     )
@@ -139,9 +141,9 @@ def _rope_write_xla(
     sin: Array,
     pages: Array,
     positions: Array,
-    k_pages: Array,
-    v_pages: Array,
-) -> tuple[Array, Array, Array]:
+    k_pages: Pool,
+    v_pages: Pool,
+) -> tuple[Array, Pool, Pool]:
     k_pages = write_tokens(k_pages, apply_rope(k, cos, sin), pages, positions)
     return apply_rope(q, cos, sin), k_pages, write_tokens(v_pages, v, pages, positions)
 
@@ -154,12 +156,20 @@ def _rope_write_native(
     sin: Array,
     pages: Array,
     positions: Array,
-    k_pages: Array,
-    v_pages: Array,
-) -> tuple[Array, Array, Array]:
+    k_pages: Pool,
+    v_pages: Pool,
+) -> tuple[Array, Pool, Pool]:
     from infer.native.rope_write import rope_write as operation
 
-    return operation(q, k, v, cos, sin, pages, positions, k_pages, v_pages)
+    args = (q, k, v, cos, sin, pages, positions)
+    if isinstance(k_pages, QuantizedPool) and isinstance(v_pages, QuantizedPool):
+        from infer.native.rope_write import rope_write_quantized
+
+        pools = k_pages.data, v_pages.data, k_pages.scale, v_pages.scale
+        q, k, v, k_scale, v_scale = rope_write_quantized(*args, *pools)
+        return q, QuantizedPool(k, k_scale), QuantizedPool(v, v_scale)
+    assert not isinstance(k_pages, QuantizedPool) and not isinstance(v_pages, QuantizedPool)
+    return operation(*args, k_pages, v_pages)
 
 
 def _rope_write_triton(

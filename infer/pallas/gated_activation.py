@@ -39,7 +39,8 @@ class GatedActivationBlocks:
         check_launch(self.num_warps)
 
 
-def _act(x: Array, activation: str) -> Array:
+def act(x: Array, activation: str) -> Array:
+    """Return the activation of float32 x."""
     if activation == "silu":
         return x / (1.0 + jnp.exp(-x))
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
@@ -62,7 +63,7 @@ def _kernel(
     gate = load(gate_ref, t, f, mask=inside, other=0.0).astype(jnp.float32)
     up = load(up_ref, t, f, mask=inside, other=0.0)
     # The activation takes the activations' dtype before the product, as the plain form does.
-    value = _act(gate, activation).astype(up.dtype) * up
+    value = act(gate, activation).astype(up.dtype) * up
     store(out_ref, t, f, value=value, mask=inside)
 
 

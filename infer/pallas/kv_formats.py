@@ -1,56 +1,19 @@
-"""How paged kernels hold keys and values: floats, or 8 and 4 bits with a scale a token and head.
+"""How paged kernels read keys and values: floats, or 8 and 4 bits with a scale a token and head.
 
-| pool dtype | data | scales | value at [p, k, u, h] |
-|---|---|---|---|
-| bfloat16, float16, float32 | [P, K, U, H] | none | data |
-| int8 | [P, K, U, H] | [P, K, U] | data * scale, data in -127..127 |
-| float8_e4m3fn | [P, K, U, H] | [P, K, U] | data * scale, data in -448..448, never NaN |
-| uint8 (int4) | [P, K, U, H/2] | [P, K, U] | (nibble - 8) * scale, nibble in 1..15 |
+| pool dtype | data | scales |
+|---|---|---|
+| bfloat16, float16, float32 | [P, K, U, H] | none |
+| int8, float8_e4m3fn | [P, K, U, H] | [P, K, U] |
+| uint8 (int4) | [P, K, U, H/2] | [P, K, U] |
 
-The low nibbles of an int4 row are the first half of the head's width, the high nibbles the second:
-a tile of bytes becomes two tiles of numbers without moving any element.  Scales are float32 or
-bfloat16, the largest |x| of the token's head divided by 127, 448 or 7, so a token is written once
-and never again.  A product with data is scaled after its sum: q·k = scale (q·data), and
-p·v = (p scale)·data, both exact but for the rounding of (p scale) to q's dtype.
-
-Source: per-token-per-head scales as in KIVI's values, Liu et al. 2024, arXiv 2402.02750; e4m3:
-Micikevicius et al. 2022, arXiv 2209.05433.
+What data and scales stand for: `infer.quant.kv`.  Scales are float32 or bfloat16.  A tile of int4
+bytes becomes two tiles of numbers without moving any element.  A product with data is scaled after
+its sum: q·k = scale (q·data), and p·v = (p scale)·data, both exact but for the rounding of
+(p scale) to q's dtype.
 """
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Shaped
-
-_LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
-
-
-def quantize_kv(
-    x: Float[Array, "*A H"], kv_format: str, scale_dtype: jnp.dtype | type = jnp.float32
-) -> tuple[Shaped[Array, "*A W"], Float[Array, "*A"]]:
-    """Return data and scales of keys or values; `kv_format` is int8, fp8 or int4.
-
-    Raises:
-        ValueError: another format, or int4 of an odd width.
-    """
-    if kv_format not in _LARGEST:
-        raise ValueError(f"kv_format is {kv_format!r}; use int8, fp8 or int4")
-    if kv_format == "int4" and x.shape[-1] % 2:
-        raise ValueError(f"int4 needs an even head width, not {x.shape[-1]}; use int8")
-    largest = _LARGEST[kv_format]
-    y = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(y), axis=-1) / largest
-    # A token of zeros has scale 0 and data 0.  The scale is rounded first, so that data fit it;
-    # a scale rounded down would push the largest value out of range: clip.
-    scale = scale.astype(scale_dtype)
-    divisor = scale.astype(jnp.float32)[..., None]
-    y = jnp.clip(y / jnp.where(divisor > 0, divisor, 1.0), -largest, largest)
-    if kv_format == "fp8":
-        return y.astype(jnp.float8_e4m3fn), scale
-    if kv_format == "int8":
-        return jnp.round(y).astype(jnp.int8), scale
-    nibbles = (jnp.round(y) + 8).astype(jnp.uint8)
-    low, high = jnp.split(nibbles, 2, axis=-1)
-    return low | (high << jnp.uint8(4)), scale
 
 
 def num_parts(dtype: jnp.dtype) -> int:

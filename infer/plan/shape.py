@@ -3,6 +3,21 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+# Bits of a cached number, and the bytes of the scale that the numbers of a head share, by the names
+# of `kv_dtype`.
+_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "float8_e4m3": 8, "int4": 4}
+_SCALE_BYTES = {"int8": 4, "float8_e4m3": 4, "int4": 4}
+
+
+def bytes_per_number(kv_dtype: str, head_dim: float) -> float:
+    """Return the bytes of a cached number, bits / 8 + scale bytes / head_dim.
+
+    Args:
+        kv_dtype: what keys and values are cached in, a name that `generate` takes.
+        head_dim: numbers of a head, which share a scale in a quantised cache.
+    """
+    return _BITS[kv_dtype] / 8 + _SCALE_BYTES.get(kv_dtype, 0) / head_dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:

@@ -3,5 +3,6 @@
 from infer.quantization.calibration import Sequences, sequences
 from infer.quantization.driver import quantize
 from infer.quantization.recipe import Recipe
+from infer.weights.packed_form import Calibration
 
-__all__ = ["Recipe", "Sequences", "quantize", "sequences"]
+__all__ = ["Calibration", "Recipe", "Sequences", "quantize", "sequences"]

@@ -58,7 +58,9 @@ def _smoothquant(*, rounding: str = "rtn", **options: Any) -> SmoothQuant:
         raise ConfigError(f"rounding is {rounding!r:.40}; use 'rtn' or 'gptq'")
     kind = GPTQ if rounding == "gptq" else RTN
     if kind is RTN and (wrong := sorted({"damping", "act_order", "static_groups"} & set(options))):
-        raise ConfigError(f"{', '.join(wrong)} needs rounding 'gptq'")
+        raise ConfigError(
+            f"{', '.join(wrong)} needs rounding 'gptq'; set it, or leave {', '.join(wrong)} out"
+        )
     defaults: dict[str, Any] = dict(bits=8, group_size="channel", scale_dtype="float32")
     return SmoothQuant(**own, weights=kind(**(defaults | options)))
 
@@ -66,7 +68,7 @@ def _smoothquant(*, rounding: str = "rtn", **options: Any) -> SmoothQuant:
 METHODS: dict[str, Named] = {
     "rtn": Named(RTN, _INTEGERS),
     "gptq": Named(GPTQ, (*_INTEGERS, "damping", "act_order", "static_groups")),
-    "awq": Named(AWQ, (*_INTEGERS, "clip")),
+    "awq": Named(AWQ, (*_INTEGERS, "clip", "rounding", "damping")),
     "smoothquant": Named(
         _smoothquant,
         (
@@ -104,7 +106,9 @@ def method_of(name: str, options: Mapping[str, Any], widths: Iterable[int] = ())
     named = METHODS[name]
     if wrong := [key for key in options if key not in named.options]:
         takes = ", ".join(named.options) or "no options"
-        raise ConfigError(f"{', '.join(wrong)} does not go with {name}, which takes {takes}")
+        raise ConfigError(
+            f"{', '.join(wrong)} does not go with {name}, which takes {takes}; leave it out"
+        )
     if name in _CODES and options.get("code", _CODES[name][0]) not in _CODES[name]:
         raise ConfigError(
             f"code is {options['code']!r:.40}; {name} has {' or '.join(_CODES[name])}"
@@ -124,6 +128,14 @@ def method_of(name: str, options: Mapping[str, Any], widths: Iterable[int] = ())
         if key in _NUMBERS and type(value) not in (int, float):
             raise ConfigError(f"{key} is {value!r:.40}; use a number")
     values = {**named.fixed, **options}
+    if "convention" in options and values.get("symmetric", name != "awq") is False:
+        raise ConfigError(
+            f"convention is {options['convention']!r:.40}, which is of scales without zero points,"
+            f" and {'awq' if 'symmetric' not in options else 'this'} has zero points; add"
+            " symmetric, or leave convention out"
+        )
+    if name == "awq" and "damping" in options and options.get("rounding") != "gptq":
+        raise ConfigError("damping needs rounding 'gptq'; set it, or leave damping out")
     if named.make in (RTN, GPTQ, AWQ) and "group_size" not in values:
         values["group_size"] = default_group(widths)
     return named.make(**values)
@@ -198,7 +210,7 @@ def recipe_of(text: bytes, what: str, widths: Iterable[int] = ()) -> Recipe:
     values = parse_json(text, what)
     if not isinstance(values, dict) or not values:
         raise ConfigError(
-            f"{what}: must be an object of patterns, such as"
+            f"{what} holds {values!r:.80}; write an object of patterns, such as"
             ' {"layers.0.*": null, "layers.*": {"method": "gptq", "bits": 4}}'
         )
     rules: dict[str, Method | None] = {}
@@ -208,8 +220,8 @@ def recipe_of(text: bytes, what: str, widths: Iterable[int] = ()) -> Recipe:
             continue
         if not isinstance(rule, dict) or not isinstance(rule.get("method"), str):
             raise ConfigError(
-                f'{what}: {pattern!r:.80} must be null or an object with "method", one of'
-                f" {', '.join(METHODS)}"
+                f"{what}: {pattern!r:.80} has the rule {rule!r:.80}; write null, or an object with"
+                f' "method", one of {", ".join(METHODS)}, and its options'
             )
         options = {key: value for key, value in rule.items() if key != "method"}
         try:

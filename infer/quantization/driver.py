@@ -27,7 +27,7 @@ from infer.quant.methods import AWQ, GPTQ, RTN, Method, SmoothQuant
 from infer.quant.qarray import QArray, dequantize
 from infer.quantization import awq, scaling
 from infer.quantization.observe import Seen, observe_all, run
-from infer.quantization.recipe import MATRICES, Recipe, readers, scaled_inputs
+from infer.quantization.recipe import MATRICES, Recipe, matrices, readers, scaled_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ def quantize(
         raise ConfigError(
             "calibration is given, and no method of this recipe looks at activations; leave it out"
         )
+    last = max((i for i in range(config.num_layers) if _looks(methods, i)), default=-1)
     layers = []
     for i, (layer, weights) in enumerate(zip(config.layers, params.layers, strict=True)):
         mine = {m: methods[f"layers.{i}.{m}"] for m in MATRICES if f"layers.{i}.{m}" in methods}
@@ -90,7 +91,12 @@ def quantize(
                 if m not in mine and getattr(new, m) is getattr(floats, m)
             }
             weights = dataclasses.replace(new, **kept)
-        xs = [run(config, layer, batch, weights, x, turns.get(layer.rope)) for x in xs]
+        if i < last:
+            for n, x in enumerate(xs):  # one after the other, so that no two sets of them are there
+                xs[n] = run(config, layer, batch, weights, x, turns.get(layer.rope))
+                xs[n].block_until_ready()
+        else:
+            xs = []
         layers.append(weights)
         if progress is not None:
             progress(i + 1, config.num_layers)
@@ -105,24 +111,17 @@ def quantize(
 # ---- What is asked ------------------------------------------------------------------------------
 
 
-def _matrices(params: Params) -> dict[str, Any]:
-    """Return the matrices by path."""
-    found = {"embed": params.embed}
-    if params.lm_head is not None:
-        found["lm_head"] = params.lm_head
-    for i, layer in enumerate(params.layers):
-        for name in MATRICES:
-            if getattr(layer, name) is not None:
-                found[f"layers.{i}.{name}"] = getattr(layer, name)
-    return found
+def _looks(methods: Mapping[str, Method], layer: int) -> bool:
+    """Return whether a method of this layer looks at activations."""
+    return any(m.calibrated for p, m in methods.items() if p.startswith(f"layers.{layer}."))
 
 
 def _shapes(params: Params) -> dict[str, tuple[int, int]]:
-    return {path: (w.shape[0], w.shape[1]) for path, w in _matrices(params).items()}
+    return {path: (w.shape[0], w.shape[1]) for path, w in matrices(params).items()}
 
 
 def _check_decodable(params: Params) -> None:
-    if any(isinstance(w, Packed) for w in _matrices(params).values()):
+    if any(isinstance(w, Packed) for w in matrices(params).values()):
         raise ConfigError(
             "the weights are packed for the CPU's native operations, in an order that is not"
             " decoded; load the model with packed='blocks' (GGUF) or packed=False"
@@ -157,7 +156,7 @@ def _checked_tokens(params: Params, calibration: Any, methods: Mapping[str, Meth
         )
     shapes = _shapes(params)
     widest = max(
-        (shapes[path][1] for path, m in methods.items() if isinstance(_rounding(m), GPTQ)),
+        (shapes[path][1] for path, m in methods.items() if _factorises(m)),
         default=64,
     )
     if tokens.size < widest:
@@ -168,9 +167,10 @@ def _checked_tokens(params: Params, calibration: Any, methods: Mapping[str, Meth
     return tokens
 
 
-def _rounding(method: Method) -> Method:
-    """Return the method that finds the codes."""
-    return method.weights if isinstance(method, SmoothQuant) else method
+def _factorises(method: Method) -> bool:
+    """Return whether the codes are found by GPTQ, which needs a Hessian of full rank."""
+    inner = method.weights if isinstance(method, SmoothQuant) else method
+    return isinstance(inner, GPTQ) or (isinstance(inner, AWQ) and inner.rounding == "gptq")
 
 
 def _embedded(params: Params, tokens: np.ndarray) -> tuple[list[Array], int, dict[Any, Any]]:
@@ -244,8 +244,8 @@ def _quantize_layer(
                     w = scaling.scale_input(config, w, name, s)
                     seen[name] = seen[name].divided(s)
     packed = {}
-    for name, matrices in readers(config).items():
-        for m in matrices:
+    for name, read in readers(config).items():
+        for m in read:
             if m in methods:
                 path = f"layers.{index}.{m}"
                 packed[m] = _round(methods[m], path, m, getattr(w, m), seen.get(name))
@@ -286,17 +286,21 @@ def _round(method: Method, path: str, matrix: str, w: Array, seen: Seen | None) 
     if isinstance(method, GPTQ):
         assert seen is not None
         return _gptq(method, path, w, seen)
-    if isinstance(method, AWQ) and method.clip and matrix not in ("q", "k"):
-        assert seen is not None
-        clip = awq.search_clip(method, w, seen.gram)
-        return _checked(path, _pack_int(method, w, clip))
     if isinstance(method, AWQ):
-        return _checked(path, _pack_int(method, w, jnp.float32(1)))
+        assert seen is not None
+        clip = jnp.float32(1)
+        if method.clip and matrix not in ("q", "k"):
+            clip = awq.search_clip(method, w, seen.gram)
+        if method.rounding == "gptq":
+            return _gptq(method, path, w, seen, clip)
+        return _checked(path, _pack_int(method, w, clip))
     return _pack(method, path, w)
 
 
-def _gptq(method: GPTQ, path: str, w: Array, seen: Seen) -> QArray:
+def _gptq(method: GPTQ | AWQ, path: str, w: Array, seen: Seen, clip: Array | float = 1.0) -> QArray:
+    """Return one matrix with codes by GPTQ; those of AWQ under the scales of its search."""
     gram = seen.gram * (2 / seen.count)
+    ours = isinstance(method, AWQ)
     for factor in _DAMPINGS:
         packed, ok = gptq(
             w,
@@ -304,8 +308,9 @@ def _gptq(method: GPTQ, path: str, w: Array, seen: Seen) -> QArray:
             jnp.float32(method.damping * factor),
             format=method.format_for((w.shape[0], w.shape[1])),
             convention=method.convention,
-            act_order=method.act_order,
-            static_groups=method.static_groups,
+            act_order=ours or method.act_order,
+            static_groups=ours or method.static_groups,
+            clip=clip,
         )
         if bool(ok):
             return _checked(path, packed)

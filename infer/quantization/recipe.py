@@ -1,12 +1,13 @@
 """Which method each matrix takes: patterns over paths such as `layers.3.down`."""
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from infer.config import ModelConfig, Residual
 from infer.errors import ConfigError
+from infer.models.params import Params
 from infer.quant.methods import AWQ, Method, SmoothQuant
 
 # Names of a layer's matrices, in the order in which the forward meets them.
@@ -69,8 +70,8 @@ class Recipe:
                 wrong is said at once.
         """
         problems = [
-            f"{pattern!r:.80} matches no matrix; there are embed, lm_head (unless tied) and"
-            " layers.<i>.<" + "|".join(MATRICES) + ">"
+            f"{pattern!r:.80} matches no matrix of this model; there are {_named(paths)}: correct"
+            " the pattern, or leave it out"
             for pattern, _ in self.rules
             if not fnmatch.filter(paths, pattern)
         ]
@@ -100,6 +101,23 @@ class Recipe:
             more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
             raise ConfigError("; ".join(problems[:8]) + more)
         return found
+
+
+def _named(paths: Iterable[str]) -> str:
+    """Return paths of matrices with the numbers of the layers as a range."""
+    layers = {int(path.split(".")[1]) for path in paths if path.startswith("layers.")}
+    names = dict.fromkeys(path.split(".")[2] for path in paths if path.startswith("layers."))
+    rest = [path for path in paths if not path.startswith("layers.")]
+    inner = f"layers.<0 to {max(layers)}>.<{'|'.join(names)}>" if layers else ""
+    return ", ".join([*rest, *([inner] if inner else [])])
+
+
+def matrices(params: Params) -> dict[str, Any]:
+    """Return the matrices of a model by their paths, embedding and head first."""
+    found = {"embed": params.embed, "lm_head": params.lm_head}
+    for i, layer in enumerate(params.layers):
+        found |= {f"layers.{i}.{name}": getattr(layer, name) for name in MATRICES}
+    return {path: weight for path, weight in found.items() if weight is not None}
 
 
 def readers(config: ModelConfig) -> dict[str, tuple[str, ...]]:

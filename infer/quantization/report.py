@@ -3,12 +3,11 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from infer.models.params import Params, num_bytes
 from infer.quant.formats import PlanarFormat
 from infer.quant.qarray import QArray
-from infer.quantization.recipe import MATRICES
+from infer.quantization.recipe import MATRICES, matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +31,6 @@ class Report:
     bits_per_weight: float
     bits_per_weight_overall: float
     num_weights: int
-
-
-def matrices(params: Params) -> dict[str, Any]:
-    """Return the matrices of a model by the paths that recipes have."""
-    found = {"embed": params.embed, "lm_head": params.lm_head}
-    for i, layer in enumerate(params.layers):
-        found |= {f"layers.{i}.{name}": getattr(layer, name) for name in MATRICES}
-    return {path: weight for path, weight in found.items() if weight is not None}
 
 
 def widths(params: Params) -> set[int]:

@@ -3,37 +3,50 @@
 import dataclasses
 import enum
 import json
+from typing import Any
 
 import jax
 
 from infer.errors import ConfigError, RequestError
 from infer.spec.drafters import Drafter, NGram, Suffix
 from infer.spec.jacobi import Lookahead
+from infer.spec.models import SelfDraft
 
 # Those that are options alone: they can be written down.
 _KINDS: dict[str, type[Drafter]] = {
     "ngram": NGram,
     "suffix": Suffix,
     "lookahead": Lookahead,
+    "self": SelfDraft,
 }
+KINDS_IN_WORDS = "ngram, suffix, lookahead and self:LAYERS, each with or without :K,"
+
+
+def is_kind(text: str) -> bool:
+    """Return whether the text names a drafter that is options alone, rather than a model."""
+    return text.partition(":")[0] in _KINDS
 
 
 def parse_drafter(text: str) -> Drafter:
-    """Return the drafter that "ngram", "suffix:8" and the like name; the number is k.
+    """Return the drafter that "ngram", "suffix:8", "self:8:4" and the like name; the last number is
+    k, that of `self` before it its layers.
 
     Raises:
-        ConfigError: there is no such drafter, or k is no number.
-        RequestError: k is out of range.
+        ConfigError: there is no such drafter, or a number is none.
+        RequestError: a number is out of range.
     """
-    name, colon, size = text.partition(":")
+    name, *sizes = text.split(":")
     if name not in _KINDS:
-        known = ", ".join(f"{kind} or {kind}:K" for kind in _KINDS)
-        raise ConfigError(f"no drafter {text!r}; there are {known}, K drafts a round")
-    if not colon:
-        return _KINDS[name]()
-    if not size.isdecimal():
-        raise ConfigError(f"draft is {text!r}; after the colon stands a number of drafts: {name}:8")
-    return _KINDS[name](k=int(size))
+        raise ConfigError(f"no drafter {text!r}; there are {KINDS_IN_WORDS} drafts a round")
+    # Nine digits: int() refuses thousands of them in words of its own.
+    if not all(size.isascii() and size.isdecimal() and len(size) <= 9 for size in sizes):
+        raise ConfigError(f"draft is {text!r:.80}; after a colon stands a number, as in {name}:8")
+    names = ["layers", "k"] if name == "self" else ["k"]
+    if len(sizes) > len(names) or (name == "self" and not sizes):
+        form = "self:LAYERS or self:LAYERS:K" if name == "self" else f"{name} or {name}:K"
+        raise ConfigError(f"draft is {text!r:.80}; it must be {form}")
+    options: dict[str, Any] = dict(zip(names, map(int, sizes), strict=False))
+    return _KINDS[name](**options)
 
 
 def as_json(drafter: Drafter) -> str:
@@ -59,5 +72,7 @@ def from_json(text: str) -> Drafter:
     kinds = {kind.__name__: kind for kind in _KINDS.values()}
     if not isinstance(fields, dict) or fields.get("kind") not in kinds:
         raise ValueError(f"no drafter: {text!r:.60}")
-    tuples = {n: tuple(v) if isinstance(v, list) else v for n, v in fields["options"].items()}
+    tuples: dict[str, Any] = {
+        n: tuple(v) if isinstance(v, list) else v for n, v in fields["options"].items()
+    }
     return kinds[fields["kind"]](**tuples)

@@ -116,7 +116,7 @@ class Drafter:
     costs: tuple[float, ...] | None = static(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_k(self.k)
+        check_k(self.k)
         object.__setattr__(self, "rule", _rule(self.rule))
         object.__setattr__(self, "tiers", _tiers(self.tiers, self.k))
         if not isinstance(self.adaptive, bool):
@@ -292,7 +292,8 @@ def _proposed(drafts: Drafts) -> Proposal:
     return Proposal(tokens=drafts.tokens, probs=None, count=drafts.count)
 
 
-def _check_k(k: Any) -> None:
+def check_k(k: Any) -> None:
+    """Raise RequestError unless k is a number of drafts that a round can have."""
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_DRAFTS:
         raise RequestError(
             f"k is {k!r}; it must be an integer from 1 to {MOST_DRAFTS}: drafts a round"

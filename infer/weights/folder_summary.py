@@ -1,4 +1,6 @@
-"""What a folder in transformers' layout says of itself, for `infer info`.  Headers only; no JAX."""
+"""What a folder in transformers' layout says of itself, for `infer info`.  Headers only; of packed
+weights, which are held against the model as loading does, scales and orders too, and JAX.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ from infer.quant.formats import Format, PlanarFormat
 from infer.tokenizer.folder import chat_templates
 from infer.weights import packed_form
 from infer.weights.folder_config import describe, read_config
+from infer.weights.new_folder import refuse_leftover
 from infer.weights.packed_form import PARTS, PackedForm
 from infer.weights.safetensors import TensorInfo
 from infer.weights.shards import SafetensorsFolder
@@ -31,9 +34,12 @@ def summarise_folder(path: Path) -> Summary:
     folder = ModelFolder(path)
     hf = read_config(folder)
     text = hf.section("text_config") or hf
+    refuse_leftover(path)
     with SafetensorsFolder.open(folder) as files:
         form = packed_form.of_config(hf.values, hf.where)
-        tensors, in_files = logical_tensors(files.tensors, form), set(files.tensors)
+        if form is not None:
+            _check(folder, files, form)
+        tensors = logical_tensors(files.tensors, form)
     layers = _layers(folder, text, len(tensors))
     sliding = [layer.window for layer in layers if layer.window is not None]
     num_params = sum(math.prod(t.shape) for t in tensors)
@@ -62,8 +68,17 @@ def summarise_folder(path: Path) -> Summary:
         tokenizer="tokenizer.json" if folder.member("tokenizer.json") else None,
         pre_tokenizer=None,
         chat_template=bool(chat_templates(folder)),
-        quantisation=None if form is None else _quantisation(form, tensors, in_files),
+        quantisation=None if form is None else _quantisation(form, tensors),
     )
+
+
+def _check(folder: ModelFolder, files: SafetensorsFolder, form: PackedForm) -> None:
+    """Refuse what loading a folder of packed weights refuses."""
+    from infer.weights.packed_folder import check, check_values  # brings JAX
+
+    described = describe(folder)
+    _, places = check(files, described.layout, described.model, form)
+    check_values(files, places)
 
 
 @dataclass(frozen=True)
@@ -108,8 +123,8 @@ def logical_tensors(
     ]
 
 
-def _quantisation(form: PackedForm, tensors: list[LogicalTensor], names: set[str]) -> Quantisation:
-    """Return what a folder's form says; `names` are those of its files' tensors."""
+def _quantisation(form: PackedForm, tensors: list[LogicalTensor]) -> Quantisation:
+    """Return what a folder's form says."""
     packed = [t for t in tensors if t.name in form.weights]
     found = totals(packed)
     return Quantisation(
@@ -120,19 +135,18 @@ def _quantisation(form: PackedForm, tensors: list[LogicalTensor], names: set[str
         bits_per_weight={
             name: 8 * total.num_bytes / max(total.params, 1) for name, total in found.items()
         },
-        calibration=form.calibration,
+        calibration=None if form.calibration is None else form.calibration.to_json(),
         in_xla=tuple(
-            sorted({t.type_name for t in packed if not _has_kernel(t, form.weights[t.name], names)})
+            sorted({t.type_name for t in packed if not _has_kernel(t, form.weights[t.name])})
         ),
     )
 
 
-def _has_kernel(tensor: LogicalTensor, format: Format, names: set[str]) -> bool:
+def _has_kernel(tensor: LogicalTensor, format: Format) -> bool:
     """Return whether the CPU's native operations multiply a packed weight."""
     if not isinstance(format, PlanarFormat):
         return format.name in FORMATS and tensor.shape[1] % 32 == 0
-    ordered = f"{tensor.name}.perm" in names
-    return not planar_refusal(format.code, format.group, tensor.shape[1], ordered)
+    return not planar_refusal(format.code, format.group, tensor.shape[1], format.activations)
 
 
 def _layers(folder: ModelFolder, text: HFConfig, num_tensors: int) -> tuple[AttentionShape, ...]:

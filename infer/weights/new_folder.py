@@ -1,27 +1,37 @@
 """A folder that is there whole or not at all."""
 
 import contextlib
+import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from infer.errors import ConfigError
+from infer.errors import ConfigError, WeightFormatError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_PREFIX = ".infer-"
 
 
 @contextlib.contextmanager
 def new_folder(to: Path) -> Iterator[Path]:
     """Give a folder beside `to` that takes its place when all went well.
 
-    Folders that `to` lies in are made, and taken away again if nothing comes of it.
+    Folders that `to` lies in are made, and taken away again if nothing comes of it.  What writers
+    of `to` left that were killed is removed; a writer holds a lock, so none that lives loses
+    anything.
 
     Raises:
         ConfigError: `to` is there and not an empty folder.
     """
     check_new(to)
     with parent_of(to):
-        scratch = Path(tempfile.mkdtemp(prefix=".infer-", dir=to.parent))
+        scratch, lock = _scratch(to)
         try:
             yield scratch
             os.chmod(scratch, 0o755)
@@ -31,6 +41,60 @@ def new_folder(to: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def refuse_leftover(path: Path) -> None:
+    """Raise WeightFormatError if a folder is what a writer that was killed has left."""
+    if Path(path).absolute().name.startswith(_PREFIX):
+        raise WeightFormatError(
+            f"{path} is a folder that is being written, or that a save which was killed has left;"
+            " delete it if no save is running, and save the model again"
+        )
+
+
+def _scratch(to: Path) -> tuple[Path, int | None]:
+    """Return a new folder for what becomes `to`, and the lock on it where there are locks."""
+    prefix = f"{_PREFIX}{hashlib.sha256(to.name.encode(errors='replace')).hexdigest()[:12]}-"
+    # One at a time, so that no folder is there that its writer has not locked yet.
+    with _locked(to.parent, wait=True):
+        for left in to.parent.glob(f"{prefix}*"):
+            with _locked(left) as gone:
+                if gone:
+                    shutil.rmtree(left, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=to.parent))
+        return scratch, _lock(scratch)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, wait: bool = False) -> Iterator[bool]:
+    """Lock a folder meanwhile; gives whether it is locked."""
+    descriptor = _lock(folder, wait)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _lock(folder: Path, wait: bool = False) -> int | None:
+    """Return a descriptor that locks a folder until it is closed or the process ends; None where
+    somebody else does, or nobody can.
+    """
+    if fcntl is None:
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # held, or a file system without locks
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def check_new(to: Path) -> None:

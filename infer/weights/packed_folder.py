@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from infer import fingerprint
 from infer.backend import check_memory
 from infer.config import ModelConfig
 from infer.errors import ConfigError, WeightFormatError
+from infer.model_files import ModelFolder
 from infer.models.checkpoint import Layout
 from infer.models.params import Params, validate
 from infer.native.repack import Packed, repack
@@ -29,9 +31,10 @@ from infer.quant.formats import Format, PlanarFormat
 from infer.quant.qarray import NestedScale, QArray
 from infer.tokenizer import Tokenizer
 from infer.weights import folder_files
+from infer.weights.folder_config import read_config
 from infer.weights.load import HEADROOM, floats_in_panels, uses_panels
 from infer.weights.new_folder import new_folder
-from infer.weights.packed_form import PARTS, Calibration, PackedForm
+from infer.weights.packed_form import PARTS, Calibration, PackedForm, of_config
 from infer.weights.safetensors import DTYPES, FLOATS, TensorInfo
 from infer.weights.safetensors_writer import (
     MAX_SHARD_BYTES,
@@ -90,7 +93,7 @@ def write_params(
     layout, values = folder_files.described(params.config, where, "keep the file they come from")
     entries, form = _entries(validate(params), layout)
     if calibration is not None:
-        form = dataclasses.replace(form, calibration=calibration.to_json())
+        form = dataclasses.replace(form, calibration=calibration)
     metadata = {"format": "pt"}
     if form.weights:
         values |= {"quantization_config": form.config()}
@@ -219,6 +222,49 @@ def with_one(values: np.ndarray) -> np.ndarray:
 # ---- Reading ------------------------------------------------------------------------------------
 
 
+def calibration_of(path: Path) -> Calibration | None:
+    """Return the record of a folder's calibration, with its fingerprint; None where there is none.
+
+    Raises:
+        WeightFormatError: it is broken.
+    """
+    folder = ModelFolder(path)
+    hf = read_config(folder)
+    form = of_config(hf.values, hf.where)
+    if form is None or form.calibration is None:
+        return None
+    with SafetensorsFolder.open(folder) as files:
+        texts = [f.metadata.get(fingerprint.METADATA_KEY) for f in files.files.values()]
+    text = next((text for text in texts if text is not None), None)
+    if text is None:
+        return form.calibration
+    try:
+        mark = fingerprint.Fingerprint.from_json(text)
+    except ValueError as error:
+        raise WeightFormatError(f"{folder.label}: {error}") from None
+    return dataclasses.replace(form.calibration, fingerprint=mark)
+
+
+def check(
+    files: SafetensorsFolder, layout: Layout, config: ModelConfig, form: PackedForm
+) -> tuple[Params, list["Place"]]:
+    """Return the plan of a folder of this form, and where each of its weights lies, after holding
+    all headers against it.
+
+    Raises:
+        WeightFormatError: weights are missing, stray, misshapen or not in the format that is said;
+            all are listed in one error.
+    """
+    for file in files.files.values():
+        form.check_metadata(file.metadata, file.path)
+    slots = plan(config.validate(), layout.layer_names, layout.global_names)
+    places, problems = _places(slots_of(slots), form)
+    problems += _problems(places, files)
+    if problems:
+        raise listed(files.path, problems)
+    return slots, places
+
+
 def read_params(
     files: SafetensorsFolder,
     layout: Layout,
@@ -247,13 +293,7 @@ def read_params(
             all are listed in one error.
         CapacityError: they do not fit in memory.
     """
-    for file in files.files.values():
-        form.check_metadata(file.metadata, file.path)
-    slots = plan(config.validate(), layout.layer_names, layout.global_names)
-    places, problems = _places(slots_of(slots), form)
-    problems += _problems(places, files)
-    if problems:
-        raise listed(files.path, problems)
+    slots, places = check(files, layout, config, form)
     panels = uses_panels(packed)
     itemsize = lambda place: np.dtype(DTYPES[files.tensors[place.slot.tensor].dtype][1]).itemsize
     kept = lambda place: panels and floats_in_panels(place.slot, itemsize(place), dtype)
@@ -280,14 +320,14 @@ def read_params(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a weight of a folder lies; packed ones have a format, and a name in `slot.tensor`."""
 
     slot: Slot
     format: Format | None = None
 
 
-def _places(slots: list[Slot], form: PackedForm) -> tuple[list[_Place], list[str]]:
+def _places(slots: list[Slot], form: PackedForm) -> tuple[list[Place], list[str]]:
     names = place_names(slots)
     split = {slot.tensor for slot, name in zip(slots, names, strict=True) if name in form.weights}
     places, problems = [], []
@@ -296,9 +336,9 @@ def _places(slots: list[Slot], form: PackedForm) -> tuple[list[_Place], list[str
         if name in form.weights and slot.field not in MATRICES:
             problems.append(f"{name} is said to be packed; only {', '.join(MATRICES)} can be")
         elif name in form.weights:
-            places.append(_Place(own, form.weights[name]))
+            places.append(Place(own, form.weights[name]))
         else:
-            places.append(_Place(own if slot.tensor in split else slot))
+            places.append(Place(own if slot.tensor in split else slot))
     known = set(names)
     problems += [
         f"{name!r:.100} is said to be packed, and this model has no such weight"
@@ -308,7 +348,7 @@ def _places(slots: list[Slot], form: PackedForm) -> tuple[list[_Place], list[str
     return places, problems
 
 
-def _problems(places: list[_Place], files: SafetensorsFolder) -> list[str]:
+def _problems(places: list[Place], files: SafetensorsFolder) -> list[str]:
     """Hold the tensors of a folder against its weights; only headers are read."""
     found: list[str] = []
     known: set[str] = set()
@@ -346,7 +386,7 @@ def _part_names(name: str, files: SafetensorsFolder) -> dict[str, str]:
     return {part: tensor for part, tensor in names.items() if tensor in files.tensors}
 
 
-def _packed_problems(place: _Place, parts: Mapping[str, TensorInfo]) -> list[str]:
+def _packed_problems(place: Place, parts: Mapping[str, TensorInfo]) -> list[str]:
     assert place.format is not None
     name, shape = place.slot.tensor, place.slot.shape
     assert len(shape) == 2, shape
@@ -381,20 +421,16 @@ def _assembled(parts: Mapping[str, Any], format: Format, shape: tuple[int, ...])
     return QArray.planar(parts["data"], scale, format, shape, **rest)
 
 
-def _packed_bytes(place: _Place, files: SafetensorsFolder) -> int:
+def _packed_bytes(place: Place, files: SafetensorsFolder) -> int:
     return sum(files.tensors[n].nbytes for n in _part_names(place.slot.tensor, files).values())
 
 
-def _read_packed(place: _Place, files: SafetensorsFolder, panels: bool) -> QArray | Packed:
+def _read_packed(place: Place, files: SafetensorsFolder, panels: bool) -> QArray | Packed:
     assert place.format is not None
     parts = {}
     for part, name in _part_names(place.slot.tensor, files).items():
         values = files.array(name)
-        if part == "perm" and not np.array_equal(np.sort(values), np.arange(len(values))):
-            raise WeightFormatError(
-                f"{files.path}: {name} is no order of the {len(values)} inputs: each must come once"
-            )
-        _check_finite(files, part, name, values)
+        _check_part(files, part, name, values)
         # A copy: a view of the file would change, or end the process, when the file does.
         parts[part] = jnp.array(values, copy=True)
         parts[part].block_until_ready()  # so that one tensor is on its way at a time
@@ -406,8 +442,27 @@ def _read_packed(place: _Place, files: SafetensorsFolder, panels: bool) -> QArra
     return weight
 
 
-def _check_finite(files: SafetensorsFolder, part: str, name: str, values: np.ndarray) -> None:
-    """Refuse scales that are NaN or infinite: every product would be."""
+def check_values(files: SafetensorsFolder, places: list[Place]) -> None:
+    """Refuse scales and orders that loading refuses; codes are not read.
+
+    Raises:
+        WeightFormatError: the first that is wrong.
+    """
+    for place in places:
+        if place.format is None:
+            continue
+        for part, name in _part_names(place.slot.tensor, files).items():
+            if part != "data":
+                _check_part(files, part, name, files.array(name))
+                files.release(name)
+
+
+def _check_part(files: SafetensorsFolder, part: str, name: str, values: np.ndarray) -> None:
+    """Refuse an order that is none, and scales that are NaN or infinite: every product would be."""
+    if part == "perm" and not np.array_equal(np.sort(values), np.arange(len(values))):
+        raise WeightFormatError(
+            f"{files.path}: {name} is no order of the {len(values)} inputs: each must come once"
+        )
     if part in ("data", "zero", "perm", "scale.codes") or values.dtype == np.uint8:
         return
     if not np.isfinite(values.astype(np.float32)).all():

@@ -10,6 +10,7 @@ __metadata__    "infer_quantization": formats and weights once more, so that fil
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ from infer.quant.formats import Format
 METHOD = "infer"
 VERSION = 1
 METADATA_KEY = "infer_quantization"
+
+_COUNTS = ("num_tokens", "num_sequences")
 
 # Of a packed weight, after its name and a dot; which of them there are is a matter of its format.
 PARTS = (
@@ -45,22 +48,42 @@ PARTS = (
 class Calibration:
     """What a model was calibrated with, as its files record it.
 
-    `sha256` is of the text's UTF-8, or of the ids as 32-bit integers, little end first.
+    Attributes:
+        kind: "text" or "tokens": what was given.
+        sha256: of the text's UTF-8, or of the ids as 32-bit integers, little end first.
+        num_tokens: that were looked at.
+        num_sequences: that they make.
+        text: what the text is called, "" where nobody said.
+        method: in words, "" where nobody said.
+        fingerprint: of what was looked at; None if the files have lost it.
     """
 
-    fingerprint: Fingerprint
+    kind: str
     sha256: str
     num_tokens: int
     num_sequences: int
+    text: str = ""
+    method: str = ""
+    fingerprint: Fingerprint | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, tokens: Any, *, text: str | None = None, used: str | None = None) -> "Calibration":
+    def of(
+        cls,
+        tokens: Any,
+        *,
+        text: str | None = None,
+        used: str | None = None,
+        name: str = "",
+        method: str = "",
+    ) -> "Calibration":
         """Return the record of a calibration.
 
         Args:
             tokens: ids [N, S], as they were given to `infer.quantize`.
             text: the text that they come from, if there is one.
             used: the part of it that they are; None: all of it.
+            name: what the text is called.
+            method: that looked at it, in words.
 
         Raises:
             ConfigError: these are no ids.
@@ -77,24 +100,54 @@ class Calibration:
             mark = fingerprint.of_text(text if used is None else used)
             source = text.encode("utf-8", "replace")
         return cls(
-            fingerprint=mark,
+            kind=mark.kind,
             sha256=hashlib.sha256(source).hexdigest(),
             num_tokens=int(ids.size),
             num_sequences=len(ids),
+            text=name,
+            method=method,
+            fingerprint=mark,
         )
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Calibration":
+        """Return what config.json says of it; the fingerprint is in the other files.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        found = values if isinstance(values, dict) else {}
+        digest = found.get("sha256")
+        counts = [found.get(key) for key in _COUNTS]
+        words = {key: found.get(key, "") for key in ("text", "method")}
+        if (
+            found.get("of") not in ("text", "tokens")
+            or not isinstance(digest, str)
+            or not re.fullmatch("[0-9a-f]{64}", digest)
+            or not all(type(count) is int and count > 0 for count in counts)
+            or not all(isinstance(word, str) for word in words.values())
+        ):
+            raise ValueError(
+                f"calibration is {values!r:.120}; it must have of ('text' or 'tokens'), sha256,"
+                f" {' and '.join(_COUNTS)}, and may have text and method"
+            )
+        counts = {key: found[key] for key in _COUNTS}
+        return cls(kind=found["of"], sha256=digest, **counts, **words)
 
     def to_json(self) -> dict[str, Any]:
         """Return what config.json says of it."""
-        return {
-            "of": self.fingerprint.kind,
+        found = {
+            "of": self.kind,
             "sha256": self.sha256,
             "num_tokens": self.num_tokens,
             "num_sequences": self.num_sequences,
         }
+        return found | {k: v for k in ("text", "method") if (v := getattr(self, k))}
 
     def metadata(self) -> dict[str, str]:
         """Return what stands in `__metadata__` of each file."""
-        return {fingerprint.METADATA_KEY: self.fingerprint.to_json()}
+        mark = self.fingerprint
+        return {} if mark is None else {fingerprint.METADATA_KEY: mark.to_json()}
 
 
 @dataclass(frozen=True)
@@ -103,11 +156,11 @@ class PackedForm:
 
     Attributes:
         weights: the format of each packed weight by its name.
-        calibration: what config.json says of the calibration text; None if nothing.
+        calibration: the record of the calibration; None if there is none.
     """
 
     weights: Mapping[str, Format]
-    calibration: Mapping[str, Any] | None = field(default=None, compare=False)
+    calibration: Calibration | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return formats and weights as objects."""
@@ -125,7 +178,7 @@ class PackedForm:
         """Return config.json's `quantization_config`."""
         found = {"quant_method": METHOD, "version": VERSION, **self.to_json()}
         if self.calibration is not None:
-            found["calibration"] = dict(self.calibration)
+            found["calibration"] = self.calibration.to_json()
         return found
 
     def metadata(self) -> dict[str, str]:
@@ -200,6 +253,5 @@ def _read(found: Any) -> PackedForm:
         if not isinstance(key, str) or key not in known:
             raise ValueError(f"{shown(name)} has the format {key!r:.60}, which is not described")
     calibration = found.get("calibration")
-    if calibration is not None and not isinstance(calibration, dict):
-        raise ValueError("calibration must be an object")
-    return PackedForm({name: known[key] for name, key in weights.items()}, calibration)
+    record = None if calibration is None else Calibration.from_json(calibration)
+    return PackedForm({name: known[key] for name, key in weights.items()}, record)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import jax.numpy as jnp
+import jax
 import pytest
 
 from infer.cache import paged
@@ -15,16 +15,19 @@ MLA = AttentionShape(latent_dim=512, rope_dim=64)
 
 
 @pytest.mark.parametrize("config", [llama_config(), llama_config(num_kv_heads=4), gemma3_config()])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "head_bytes"),
+    [("float32", 32), ("bfloat16", 16), ("int8", 12), ("float8_e4m3", 12), ("int4", 8)],
+)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_cache_bytes_match_formula(config, dtype, page_size) -> None:
+def test_cache_bytes_match_formula(config, dtype, head_bytes, page_size) -> None:
     """MHA, GQA and sliding layers: as the allocator reserves them, whole pages in every layer."""
     cache = paged.create(
         config, num_rows=2, num_pages=7, page_size=page_size, pages_per_row=3, dtype=dtype
     )
-    allocated = sum(pool.nbytes for pool in (*cache.k_pages, *cache.v_pages))
-    itemsize = jnp.dtype(dtype).itemsize
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+    allocated = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k_pages, cache.v_pages)))
+    assert config.head_dim == 8
+    per_token = 2 * config.num_layers * config.num_kv_heads * head_bytes
     assert allocated == per_token * 7 * page_size
     assert allocated == pool_bytes(config, 7, page_size, dtype)
     assert kv_bytes_per_token(cached_layers(config, dtype)) == per_token

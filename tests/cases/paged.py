@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from infer.pallas.kv_formats import quantize_kv
+from infer.quant.kv import quantize_kv
 
 PAGE_SIZE = 16
 # Bytes of a number in a quantised cache.

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -117,12 +118,33 @@ def test_a_drafter_reaches_the_api_and_an_unknown_one_is_refused(
     assert main([*ARGS, "a", "--draft", "suffix:8"]) == 0
     assert model.calls[0][2] == {"draft": infer.spec.Suffix(k=8)}
     for name, error in {
-        "medusa": "no drafter 'medusa'; there are ngram or ngram:K",
+        "medusa": "no drafter 'medusa'; there are ngram, suffix, lookahead and self:LAYERS,",
+        "self": "draft is 'self'; it must be self:LAYERS or self:LAYERS:K",
+        "self:0": "layers is 0; it must be an integer of at least 1",
+        "suffix:x": "draft is 'suffix:x'; after a colon stands a number, as in suffix:8",
+        "ngram:4:4": "draft is 'ngram:4:4'; it must be ngram or ngram:K",
+        "org/small:99": "k is 99; it must be an integer from 1 to 64",
         "ngram:0": "k is 0; it must be an integer from 1 to 64",
     }.items():
         assert main([*ARGS, "a", "--draft", name]) == 2
         assert error in capsys.readouterr().err
     assert len(model.calls) == 1
+
+
+def test_a_model_that_drafts_is_loaded_like_the_other(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    small, made = tmp_path / "small.gguf", []
+    small.touch()
+    of = lambda own, target, **options: made.append((own, target, options)) or "the drafter"
+    monkeypatch.setattr(infer.spec.DraftModel, "of", of)
+    assert main([*ARGS, "a", "--draft", f"{small}:3", "--dtype", "float32"]) == 0
+    assert model.loads == [("m", ANY), (str(small), ANY)]  # type: ignore[attr-defined]
+    assert all(options["dtype"] == "float32" for _, options in model.loads)  # type: ignore[attr-defined]
+    assert made == [(model, model, {"k": 3})]
+    assert model.calls[0][2] == {"draft": "the drafter"}
+    assert main([*ARGS, "a", "--draft", "self:2:3"]) == 0
+    assert model.calls[1][2] == {"draft": infer.spec.SelfDraft(layers=2, k=3)}
 
 
 def test_stdin_is_one_prompt(model: FakeModel, stdin: Any):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from infer import native
+from infer.cache.pool import KV_DTYPES
 from infer.cli import implementation
 from infer.cli.loading import load_model
 from infer.cli.main import main
-from infer.generation import prepare
 from infer.native import build
 from infer.ops import choice
 from tests.cli.test_info import gguf  # noqa: F401  # a fixture
@@ -180,7 +180,7 @@ def test_a_folder_packed_for_xla_is_refused_before_loading(
     ("option", "allowed"),
     [
         ("--implementation", choice.IMPLEMENTATIONS),
-        ("--kv-dtype", prepare.KV_DTYPES),
+        ("--kv-dtype", (*KV_DTYPES, "fp8")),
     ],
 )
 def test_names_that_are_none_are_refused_before_loading(

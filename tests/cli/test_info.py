@@ -37,7 +37,10 @@ def gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_json_numbers(gguf: Any, capsys: pytest.CaptureFixture[str]):
     assert main(["info", gguf(smollm2()), "--chip", "rtx-5060-8gb", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["kv_bytes_per_token"] == {"bf16": 23040, "f32": 46080}
+    # Of 64 numbers in 8 and 4 bits, and a scale of 4 bytes.
+    int8, int4 = 30 * 2 * 3 * (64 + 4), 30 * 2 * 3 * (32 + 4)
+    quantised = {"int8": int8, "fp8": int8, "int4": int4}
+    assert found["kv_bytes_per_token"] == {"bf16": 23040, "f32": 46080} | quantised
     assert found["kv_bytes_context"] == 8192 * 23040 == found["kv_bytes_context_windowed"]
     assert found["file_bytes"] == 100
     assert found["tensor_types"]["Q8_0"] == {
@@ -61,7 +64,10 @@ def test_text(gguf: Any, capsys: pytest.CaptureFixture[str]):
     assert main(["info", gguf(gemma3()), "--chip", "h100-80gb", "--context", "4096"]) == 0
     out = capsys.readouterr().out
     assert "gemma3, 18 layers, width 640, feed-forward ?, 4 query and 1 key/value heads" in out
-    assert "18,432 bytes a token in bf16, 36,864 in f32" in out
+    assert (
+        "18,432 bytes a token in bf16, 36,864 in f32, 9,360 in int8, 9,360 in fp8, 4,752 in int4"
+        in out
+    )
     # 4,096 tokens * 18,432 B in full; 3 full layers and 15 of 512 tokens, 1,024 B each, windowed.
     assert "75.5 MB for 4,096 tokens in bf16; 20.4 MB with sliding layers cut" in out
     assert "15 layers slide over 512 tokens" in out

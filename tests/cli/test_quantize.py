@@ -2,15 +2,18 @@
 model.
 """
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import infer
-from infer import fingerprint
+from infer import fingerprint, quant
 from infer.cli import loading
 from infer.cli.main import main
 from infer.quant.qarray import QArray
@@ -66,6 +69,8 @@ def test_a_calibrated_method_from_text_to_folder(
         "sha256": hashlib.sha256(TEXT.encode()).hexdigest(),
         "num_tokens": 512,
         "num_sequences": 2,
+        "text": "calibration.txt",
+        "method": repr(quant.GPTQ(group_size=16, act_order=True)),
     }
     assert found["file_bytes"] == (out / "model.safetensors").stat().st_size
     assert found["bytes_after"] < found["bytes_before"]
@@ -92,7 +97,16 @@ def test_a_calibrated_method_from_text_to_folder(
     words = capsys.readouterr().out
     assert "INT4-G16-ORDERED: 4-bit integers, a float16 scale for each 16 weights" in words
     assert "stays          model.embed_tokens.weight (F32)" in words
-    assert f"512 tokens, sha256 of the text {found['calibration']['sha256']}" in words
+    digest = found["calibration"]["sha256"]
+    assert f"calibration.txt, 512 tokens in 2 sequences, sha256 of the text {digest}" in words
+    assert "calibrated     GPTQ(bits=4, group_size=16" in words
+    assert words.splitlines()[0] == str(out)
+    # What is loaded and saved again keeps the record and the fingerprint.
+    loaded = infer.load(out)
+    infer.save(loaded, tmp_path / "again")
+    again = infer.load(tmp_path / "again").calibration
+    assert again == loaded.calibration and again.to_json() == found["calibration"]
+    np.testing.assert_array_equal(again.fingerprint.hashes, mark.hashes)
 
     assert main(["generate", "ab", "--model", str(out), "--max-tokens", "2", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"]) == 2
@@ -142,6 +156,7 @@ def test_a_recipe_for_people(
         (["--recipe", "r", "--bits", "4"], "--bits goes with --method"),
         (["--method", "q4_0"], "method is 'q4_0'; use rtn, gptq"),
         (["--method", "nf4", "--act-order"], "act_order does not go with nf4"),
+        (["--method", "rtn", "--asymmetric", "--convention", "full"], "this has zero points"),
         (["--method", "rtn", "--group-size", "some"], "group_size is 'some'; use a number"),
         (["--method", "gptq"], "give --calibration FILE"),
         (["--method", "rtn", "--calibration", "f"], "--calibration is for gptq, awq and"),
@@ -172,10 +187,69 @@ def test_too_little_text_and_no_text(
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "rtn", "--group-size", "64"], "group_size 64 does not divide the width 32"),
+        (["--recipe", '{"layers.9.*": {"method": "rtn"}}'], "'layers.9.*' matches no matrix of"),
+        (["--recipe", '{"*": {"method": "rtn", "bit": 4}}'], "'*': bit does not go with rtn, wh"),
+        (["--recipe", '{"*": null}'], "every matrix stays as it is; give at least one a method"),
+        (["--method", "gptq", "--group-size", "16", "--damping", "1e-15"], "stays singular with"),
+    ],
+)
+def test_what_the_model_cannot_be_leaves_nothing(
+    arguments: list[str],
+    message: str,
+    source: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if arguments[0] == "--recipe":
+        (tmp_path / "r.json").write_text(arguments[1])
+        arguments = ["--recipe", str(tmp_path / "r.json")]
+    if "gptq" in arguments:
+        text.write_text("a" * 4000)
+        arguments = [*arguments, "--calibration", str(text), "--seq-len", "64"]
+    before = sorted(tmp_path.iterdir())
+    assert main(["quantize", str(source), *arguments, "--out", str(tmp_path / "new" / "m")]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.out == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_weights_that_are_no_numbers(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = infer.load(source)
+    layer = model.params.layers[1]
+    bad = dataclasses.replace(layer, up=layer.up.at[3, 4].set(jnp.nan))
+    params = dataclasses.replace(model.params, layers=(model.params.layers[0], bad))
+    infer.save(dataclasses.replace(model, params=params), tmp_path / "bad")
+    ask = ["quantize", str(tmp_path / "bad"), "--method", "rtn", "--group-size", "16"]
+    assert main([*ask, "--out", str(tmp_path / "m")]) == 2
+    assert "layers.1.up has weights that are NaN or infinite" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad"]
+
+
+def test_a_native_product_that_is_asked_for_and_not_there(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "m")
+    ask = ["--method", "rtn", "--group-size", "8", "--out", out]
+    assert main(["quantize", str(source), *ask]) == 0
+    capsys.readouterr()
+    ask = ["generate", "ab", "--model", out, "--max-tokens", "1"]
+    assert main([*ask, "--implementation", "native"]) == 2
+    err = capsys.readouterr().err
+    assert "linear in native: the weights are INT4-G8" in err and "leave" in err
+    assert main(ask) == 0
+
+
 def test_generate_quantises_after_loading(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loaded, _ = loading.load_model(str(source), quantize="rtn4-g16")
-    assert loaded.params.layers[0].q.format.name == "INT4-G16"
-    assert "INT4-G16, 5.000 bits a weight in the layers; 0.1 MB before" in capsys.readouterr().err
+    loaded, _ = loading.load_model(str(source), quantize="rtn4-g8")
+    assert loaded.params.layers[0].q.format.name == "INT4-G8"
+    assert "INT4-G8, 6.000 bits a weight in the layers; 0.1 MB before" in capsys.readouterr().err
     ask = ["generate", "a", "--model", str(source), "--max-tokens", "1", "--quantize"]
     assert main([*ask, "gptq"]) == 2
     assert "infer quantize MODEL --method gptq --calibration FILE" in capsys.readouterr().err

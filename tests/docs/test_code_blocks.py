@@ -26,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> infer.Model:
         ("docs/generate-inside-jit.md", 9),
         ("docs/quantisation.md", 1),
         ("docs/evaluation.md", 1),
-        ("docs/speculation.md", 2),
+        ("docs/speculation.md", 4),
     ],
 )
 def test_blocks_run_in_order(

@@ -2,7 +2,7 @@
 
 32,768 requests a setting run to five tokens in batches of 4,096 slots, and their joint
 distribution (1,024 cells) is compared with an enumeration, as in tests/spec/test_exactness.py.  The
-rate of false alarms is 1e-4 for the file: 24 comparisons.
+rate of false alarms is 1e-4 for the file: 32 comparisons.
 """
 
 import functools
@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import infer
-from infer.spec import Drafter, Lookahead, NGram, Suffix
+from infer.spec import Drafter, DraftModel, Lookahead, NGram, Suffix
 from tests.spec import stub_pair
 from tests.spec.agreement import compare
 from tests.spec.stub_pair import SETTINGS, V
-from tests.spec.table_model import Table, logits_of, target
+from tests.spec.table_model import Table, logits_of, model_of, target
 
 RUNS, BATCH, LENGTH = 32_768, 4_096, 5
-FALSE_ALARMS = 1e-4 / 24
+FALSE_ALARMS = 1e-4 / 32
 PROMPT = (1,)
 # The second changes the number of drafts by what earlier rounds brought; Table has weights.
 DRAFTERS = {
@@ -31,6 +31,10 @@ DRAFTERS = {
     "block, lookahead": Lookahead(k=3, n=2, pool=8, tiers=(0, 2, 3), costs=(1.0, 1.4, 1.5)),
     "token, drawn": Table.of_draft(k=3, rule="token", adaptive=False),
     "block, drawn, tiers": Table.of_draft(k=3, tiers=(0, 1, 3), costs=(1.0, 1.2, 1.4)),
+    "token, a model": DraftModel(model_of(stub_pair.DRAFT), k=3, rule="token", adaptive=False),
+    "block, a model, tiers": DraftModel(
+        model_of(stub_pair.DRAFT), k=3, tiers=(0, 1, 3), costs=(1.0, 1.2, 1.4)
+    ),
     "coupled, n-gram": NGram(k=3, min_match=1, rule="coupled", adaptive=False),
 }
 

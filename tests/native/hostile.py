@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer import native
-from infer.native.formats import FORMATS, LEVELS, planar_number
+from infer.native.formats import E4M3, E5M2, FORMATS, LEVELS, planar_number
 
 # Bytes of 16 rows of one block, and its width: gemm.h.
 _BLOCKS = {
@@ -33,6 +33,7 @@ _BLOCKS = {
     "Q5_K": (2880, 256),
     "Q6_K": (3360, 256),
 }
+_QUANTISED = [np.int8, np.uint8, jnp.float8_e4m3fn]
 _INTS = [-1, 0, 3, 7, 2**31 - 1, 2**31, -(2**31), 2**62, -(2**63), 2**63 - 1]
 _DTYPES = [np.int8, np.uint8, np.int32, np.float32, np.float16, jnp.bfloat16, np.bool_]
 
@@ -72,6 +73,8 @@ def _weight(
         kind = int(rng.integers(11, 26))
         unit = 2 if kind >= LEVELS else 32
         span = unit * int(rng.integers(1, width // unit + 1))
+        if kind < LEVELS and rng.integers(3) == 0:
+            span = 16
         number = planar_number(kind, span, bool(rng.integers(2)))
         library = native.library()
         library.infer_native_panel_bytes.restype = ctypes.c_int64
@@ -89,11 +92,14 @@ def linear(rng: np.random.Generator) -> Call:
     weights = [_weight(rng, out, width) for out in outs]
     has_bias = rng.integers(0, 2, len(outs))
     gain, residual = bool(rng.integers(2)), len(outs) == 1 and bool(rng.integers(2))
+    floats = (FORMATS["F32"], FORMATS["F16"], FORMATS["BF16"], LEVELS, E4M3, E5M2)
+    rounding = 0 if any(f & 255 in floats for _, f in weights) else int(rng.integers(3))
     return Call(
         "infer_linear",
         [
             _f32(rng, rows, width),
             *([_f32(rng, width)] if gain else []),
+            *([np.float32(0.1)] if rounding == 2 else []),
             *(data for data, _ in weights),
             *(_f32(rng, out) for out, b in zip(outs, has_bias, strict=True) if b),
             *([_f32(rng, rows, outs[0])] if residual else []),
@@ -105,6 +111,7 @@ def linear(rng: np.random.Generator) -> Call:
             "has_gain": gain,
             "has_residual": residual,
             "eps": np.float32(1e-5),
+            "rounding": np.int64(rounding),
         },
     )
 
@@ -168,9 +175,13 @@ def paged_attention(rng: np.random.Generator) -> Call:
     batch, queries, heads, kv, width = _attention_sizes(rng)
     pages, size = int(rng.integers(0, 6)), int(rng.choice([1, 4, 16]))
     columns = int(rng.integers(0, 5))
-    dtype = rng.choice(np.array([np.float32, np.float16, jnp.bfloat16, np.int8], object))
-    pool = lambda: (10 * _f32(rng, pages, kv, size, width)).astype(dtype)
-    scales = [_f32(rng, pages, kv, size) if dtype == np.int8 else _f32(rng, 0) for _ in range(2)]
+    floats = [np.float32, np.float16, jnp.bfloat16]
+    dtype = rng.choice(np.array([*floats, *_QUANTISED], object))
+    wide = width if dtype != np.uint8 else width // 2
+    width = width if dtype != np.uint8 else 2 * wide
+    pool = lambda: (10 * _f32(rng, pages, kv, size, wide)).astype(dtype)
+    scaled = dtype in _QUANTISED
+    scales = [_f32(rng, pages, kv, size) if scaled else _f32(rng, 0) for _ in range(2)]
     return Call(
         "infer_paged_attention",
         [
@@ -224,6 +235,25 @@ def rope_write(rng: np.random.Generator) -> Call:
             _f32(rng, *pool).astype(dtype),
         ],
         [((tokens, heads, width), np.float32), (pool, dtype), (pool, dtype)],
+        {},
+    )
+
+
+def rope_write_quantized(rng: np.random.Generator) -> Call:
+    good = rope_write(rng)
+    dtype = rng.choice(np.array(_QUANTISED, object))
+    tokens, heads, width = good.args[0].shape
+    *places, _ = good.args[7].shape
+    if dtype == np.uint8 and width % 2:
+        dtype = np.int8
+    data = (*places, width // 2 if dtype == np.uint8 else width)
+    pools = [(100 * _f32(rng, *data)).astype(dtype) for _ in range(2)]
+    scales = [_f32(rng, *places) for _ in range(2)]
+    return Call(
+        "infer_rope_write_quantized",
+        [*good.args[:7], *pools, *scales],
+        [((tokens, heads, width), np.float32), *[(data, dtype)] * 2]
+        + [(tuple(places), np.float32)] * 2,
         {},
     )
 
@@ -401,6 +431,7 @@ BUILD: dict[str, Callable[[np.random.Generator], Call]] = {
         paged_attention,
         dense_attention,
         rope_write,
+        rope_write_quantized,
         rms_norm,
         logsumexp,
         sample,

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from infer import native
+from infer.cache.pool import QuantizedPool
 from infer.native.paged_attention import dense_attention, paged_attention
 from infer.ops import attention_xla
-from infer.pallas.kv_formats import quantize_kv
+from infer.quant.kv import KV_FORMATS, dequantize_kv, quantize_kv
 from tests.tolerances import tolerance
 
 OPTIONS = ("scale", "window", "softcap")
@@ -126,23 +127,37 @@ def test_equals_the_xla_form(dtype, width) -> None:
             np.testing.assert_allclose(got, want, **tolerance("float32", 64))
 
 
-@pytest.mark.parametrize("width", [64, 40])
-def test_int8_pools_are_their_numbers_times_a_scale(width) -> None:
-    """To the last bit: what is read is what float32 pools of the products hold."""
-    sequences = [sequence(n, 6, 2, width, seed=n) for n in (150, 97)]
-    *pools, table = paged(sequences, 5)
-    data, scales = zip(*(quantize_kv(jnp.nan_to_num(pool), "int8") for pool in pools), strict=True)
-    # Memory of nobody: any numbers, with scales that are NaN.
+def quantized(pools, kv_format: str):
+    """Return data and scales of pools; memory of nobody has any numbers and scales of NaN."""
+    data, scales = zip(*(quantize_kv(jnp.nan_to_num(x), kv_format) for x in pools), strict=True)
     scales = [
         jnp.where(jnp.isnan(p[..., 0]), jnp.nan, s) for p, s in zip(pools, scales, strict=True)
     ]
-    products = [d.astype(jnp.float32) * s[..., None] for d, s in zip(data, scales, strict=True)]
-    for first in (96, 40):
+    return data, dict(zip(("k_scales", "v_scales"), scales, strict=True))
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize(
+    ("heads", "kv", "width"), [(6, 2, 64), (9, 3, 64), (6, 2, 40), (8, 1, 256), (2, 1, 18)]
+)
+def test_quantised_pools_are_their_numbers_times_a_scale(kv_format, heads, kv, width) -> None:
+    """Few rows and many, whole lanes and widths of none; against the XLA form and float32 pools."""
+    sequences = [sequence(n, heads, kv, width, seed=n) for n in (150, 97)]
+    *pools, table = paged(sequences, 5)
+    data, scales = quantized(pools, kv_format)
+    products = [dequantize_kv(d, s) for d, s in zip(data, scales.values(), strict=True)]
+    xla = [QuantizedPool(d, s) for d, s in zip(data, scales.values(), strict=True)]
+    close = tolerance("float32", max(64, width))
+    sinks = jnp.linspace(-1.0, 2.0, heads, dtype=jnp.float32)
+    for first in (96, 90, 40):
         q = jnp.asarray(np.stack([s[0][first:97] for s in sequences]))
         positions = jnp.broadcast_to(jnp.arange(first, 97, dtype=jnp.int32), q.shape[:2])
-        run = functools.partial(NATIVE, scale=0.2, window=50)
-        got = run(q, *data, table, positions, k_scales=scales[0], v_scales=scales[1])
-        np.testing.assert_array_equal(got, run(q, *products, table, positions))
+        for options in ({}, {"window": 50, "softcap": 3.0, "sinks": sinks}):
+            got = NATIVE(q, *data, table, positions, scale=width**-0.5, **scales, **options)
+            want = NATIVE(q, *products, table, positions, scale=width**-0.5, **options)
+            np.testing.assert_allclose(got, want, **close)
+            want = XLA(q, *xla, table, positions, scale=width**-0.5, **options)
+            np.testing.assert_allclose(got, want, **close)
 
 
 def test_queries_in_bfloat16() -> None:
@@ -291,15 +306,24 @@ BITS = [
     (9, 3, 64, 16, 400, {}, "float32"),
     (8, 1, 40, 5, 290, {"window": 37, "softcap": 2.0}, "bfloat16"),
     (4, 4, 80, 16, 150, {"window": 130}, "float16"),
+    (9, 3, 64, 16, 290, {}, "int8"),
+    (8, 1, 64, 5, 290, {"window": 37, "softcap": 2.0}, "int4"),
+    (4, 2, 48, 16, 150, {"window": 130}, "float8_e4m3"),
+    (6, 2, 40, 16, 150, {}, "int4"),
 ]
 
 
 def bits(heads, kv, width, page_size, length, options, dtype) -> np.ndarray:
     """Return the outputs of a whole sequence, after checks that chunks and batches do not show."""
     one, other = (sequence(length, heads, kv, width, seed=s) for s in (0, 1))
-    k_pages, v_pages, table = paged([one, other], page_size, dtype=dtype)
+    if dtype in KV_FORMATS:
+        *pools, table = paged([one, other], page_size)
+        (k_pages, v_pages), scales = quantized(pools, dtype)
+    else:
+        *pools, table = paged([one, other], page_size, dtype=dtype)
+        (k_pages, v_pages), scales = pools, {}
     sinks = jnp.linspace(-1.0, 2.0, heads, dtype=jnp.float32)
-    run = functools.partial(NATIVE, scale=0.3, sinks=sinks, **options)
+    run = functools.partial(NATIVE, scale=0.3, sinks=sinks, **scales, **options)
     positions = np.arange(length, dtype=np.int32)
     whole = np.asarray(run(one[0][None], k_pages, v_pages, table[:1], positions[None])[0])
     for chunk in (1, 7, 64):
@@ -399,7 +423,7 @@ BAD = [
     (0, lambda q: q[:, :, :3], "q has 3 heads, not a multiple of k's 2"),
     (0, lambda q: q.astype(jnp.bfloat16), "must be float32"),
     (1, lambda k: k[:2], "do not fit"),
-    (1, lambda k: k.astype(jnp.float16), "both be float32, bfloat16, float16 or int8"),
+    (1, lambda k: k.astype(jnp.float16), "both be float32, bfloat16, float16, int8"),
     (2, lambda v: v[..., :8], "do not fit"),
     (3, lambda _: jnp.zeros((5, 2, 4)), r"others none; pools \[5, 2, 4, 16\] have \[5, 2, 4\]"),
     (5, lambda table: table[:1], r"a row for each of q \[2, 3, 4, 16\]; it is \[1, 3\]"),
@@ -429,12 +453,16 @@ def test_pages_without_tokens_and_pools_without_heads_are_refused() -> None:
             jax.block_until_ready(
                 _raw(jnp.zeros((2, 3, 4, 16)), pool, pool, none, none, ints, ints, none)
             )
-    # Scales that int8 pools lack, and scales of another shape.
+    # Bytes of int4 are half as many as numbers.
+    args = (jnp.zeros((2, 3, 4, 16)), *[jnp.zeros((5, 2, 4, 16), jnp.uint8)] * 2)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="do not fit"):
+        jax.block_until_ready(_raw(*args, none, none, ints, ints, none))
+    # Scales that quantised pools lack, and scales of another shape.
     pool, good = jnp.zeros((5, 2, 4, 16), jnp.int8), jnp.zeros((5, 2, 4))
     args = (jnp.zeros((2, 3, 4, 16)), pool, pool)
     jax.block_until_ready(_raw(*args, good, good, ints, ints, none))
     for scales in ((good, none), (none, good), (good[:4], good), (good.astype(jnp.int32), good)):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="int8 pools need float32 scales"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="quantised pools need float32 scales"):
             jax.block_until_ready(_raw(*args, *scales, ints, ints, none))
 
 
@@ -454,7 +482,7 @@ def test_bad_dense_operands_are_refused() -> None:
         ((q, k[..., :8], k[..., :8], none), "do not fit"),
         ((q, k[:, :, :0], k[:, :, :0], none), "not a multiple"),
         ((q, k, k, jnp.zeros(2)), "one for each head"),
-        ((q, int8, int8, none), "cannot be int8"),
+        ((q, int8, int8, none), "cannot be quantised"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             run(*operands)

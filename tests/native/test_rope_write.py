@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from infer import native
-from infer.native.rope_write import rope_write
+from infer.cache.pool import QuantizedPool
+from infer.native.rope_write import rope_write, rope_write_quantized
 from infer.ops import rope
+from infer.quant.kv import KV_FORMATS, dequantize_kv, quantize_kv
+from tests.cases.kv import definition, heads
 from tests.tolerances import tolerance
 
 
@@ -71,6 +74,90 @@ def test_conversion_rounds_to_nearest_even(pool: str) -> None:
         want = np.where(small, 0, want)
         got = np.where(small, 0, got)
     np.testing.assert_array_equal(got, want)
+
+
+def _quantized(args, kv_format: str):
+    """Return the arguments with quantised pools: data, then scales that are NaN."""
+    *tokens, k_pages, v_pages = args
+    data = [quantize_kv(jnp.nan_to_num(x), kv_format)[0] for x in (k_pages, v_pages)]
+    return (*tokens, *data, *[jnp.full(k_pages.shape[:3], jnp.nan)] * 2)
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize(("num_heads", "kv", "width", "half"), [(6, 2, 16, 8), (3, 3, 80, 10)])
+def test_quantised_pools_equal_the_plain_form(kv_format, num_heads, kv, width, half) -> None:
+    args = _quantized(_case(num_heads, kv, width, half, [0, 3, 5, 1, 4]), kv_format)
+    got = jax.jit(rope_write_quantized)(*args)
+    pools = QuantizedPool(args[7], args[9]), QuantizedPool(args[8], args[10])
+    q, k, v = rope._rope_write_xla(*args[:7], *pools)
+    np.testing.assert_allclose(got[0], q, **tolerance("float32", 2))
+    # Values are only rounded: to the last bit.  Of turned keys the last bit may fall either way.
+    np.testing.assert_array_equal(np.asarray(got[2]).view(np.uint8), v.data.view(np.uint8))
+    np.testing.assert_array_equal(got[4], v.scale)
+    np.testing.assert_allclose(got[3], k.scale, rtol=1e-6)
+    scales = jnp.nan_to_num(k.scale)
+    read = [dequantize_kv(x, scales) for x in (got[1], k.data)]
+    np.testing.assert_allclose(*read, atol=0, rtol=2**-3 if kv_format == "float8_e4m3" else 1)
+    assert np.mean(np.asarray(read[0] != read[1])) < 0.01
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("width", [64, 18])
+def test_quantised_pools_hold_what_numpy_defines(kv_format: str, width: int) -> None:
+    """Ties, zeros, subnormals, numbers of all sizes; keys that nothing turns, and values."""
+    x = heads(width).reshape(5, 8, width)
+    args = list(_quantized(_case(1, 8, width, 0, [0, 1, 2, 3, 4]), kv_format))
+    args[1], args[2] = jnp.asarray(x), jnp.asarray(-x)
+    _, *data, k_scales, v_scales = rope_write_quantized(*args)
+    slots = np.asarray(args[6]) % 3
+    for sign, found, scales in ((1, data[0], k_scales), (-1, data[1], v_scales)):
+        want, want_scales = definition(sign * x, kv_format)
+        at = lambda pool: np.asarray(pool)[np.arange(5), :, slots]
+        np.testing.assert_array_equal(at(scales), want_scales)
+        np.testing.assert_array_equal(at(found).view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_quantised_bits_do_not_depend_on_the_chunk(kv_format: str) -> None:
+    args = _quantized(_case(3, 1, 40, 20, [0] * 3 + [1] * 3 + [2] * 3), kv_format)
+    _, *whole = rope_write_quantized(*args)
+    pools = args[7:]
+    for i in range(9):
+        _, *pools = rope_write_quantized(*(x[i : i + 1] for x in args[:7]), *pools)
+    for x, y in zip(pools, whole, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_quantised_heads_that_are_no_numbers_stay_none() -> None:
+    args = list(_quantized(_case(1, 2, 16, 0, [0, 1]), "int8"))
+    args[2] = args[2].at[0, 1, 3].set(jnp.nan).at[1, 0, 3].set(-jnp.inf)
+    *_, v_scales = rope_write_quantized(*args)
+    found = np.asarray(v_scales)[[0, 1], :, np.asarray(args[6]) % 3]
+    assert np.isfinite(found).tolist() == [[True, False], [False, True]]
+
+
+def test_wrong_quantised_operands_are_refused() -> None:
+    native.library()
+    good = list(_quantized(_case(2, 1, 16, 8, [0, 1, 2]), "int4"))
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def run(args):
+        results = [like(args[i]) for i in (0, 7, 8, 9, 10)]
+        call = jax.ffi.ffi_call("infer_rope_write_quantized", results)
+        return jax.block_until_ready(call(*args))
+
+    run(good)
+    for index, change, message in (
+        (7, lambda pool: jnp.tile(pool, 2), r"the pool of keys must be \[P, K, U, H\]"),
+        (7, lambda pool: pool.astype(jnp.float32), "quantised pools must be int8"),
+        (8, lambda pool: pool.astype(jnp.int8), "the pools differ"),
+        (9, lambda scales: scales[:4], r"scales must be float32 \[P, K, U\]"),
+        (10, lambda scales: scales.astype(jnp.float16), "scales must be float32"),
+    ):
+        args = list(good)
+        args[index] = change(args[index])
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            run(args)
 
 
 def test_bfloat16_activations() -> None:

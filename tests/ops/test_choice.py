@@ -12,7 +12,9 @@ from infer.errors import ConfigError
 from infer.models.params import random_params
 from infer.ops import choice
 from infer.ops.attention import dense_attention, paged_attention
+from infer.ops.linear import linear
 from infer.ops.norm import rms_norm
+from infer.quant import rtn
 from infer.sampling import SamplingParams
 from tests.models import tiny
 
@@ -112,6 +114,21 @@ def test_ops_of_attention_agree_in_both_forms() -> None:
             q, k_pages, v_pages, table, positions, implementation=name, **options
         )
         np.testing.assert_allclose(paged("interpret"), paged("xla"), atol=2e-6)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_packed_weight_is_multiplied_in_the_kernel(ordered: bool) -> None:
+    rng = np.random.default_rng(2)
+    w, x = (jnp.asarray(rng.standard_normal((n, 64)), jnp.float32) for n in (24, 3))
+    weight = rtn.quantize_int(w, rtn.int_format(4, 32))
+    if ordered:
+        perm = jnp.asarray(rng.permutation(64), jnp.int32)
+        format = dataclasses.replace(weight.format, ordered=True)  # type: ignore[call-arg]
+        weight = dataclasses.replace(weight, perm=perm, format=format)
+    with choice.recording() as choices:
+        y = linear(x, weight, implementation="interpret")
+    assert choices == [choice.Choice("linear", "interpret")]
+    np.testing.assert_allclose(y, linear(x, weight, implementation="xla"), rtol=1e-4, atol=1e-4)
 
 
 def test_generate_gives_the_same_tokens_with_every_kernel_interpreted() -> None:

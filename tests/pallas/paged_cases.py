@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from infer.pallas.kv_formats import quantize_kv
+from infer.quant.kv import quantize_kv
 
 
 class PagedCase(NamedTuple):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from infer.pallas import kv_formats
-from infer.pallas.kv_formats import quantize_kv
 from infer.pallas.paged_attention import (
     PagedAttentionBlocks,
     paged_attention,
     paged_attention_reference,
 )
+from infer.quant.kv import quantize_kv
 from tests.pallas.paged_cases import f32, paged_case, quantized
 from tests.tolerances import tolerance
 

@@ -27,6 +27,11 @@ def _params() -> Params:
         ("rtn", {"bits": 3, "group_size": 32}, quant.RTN(bits=3, group_size=32)),
         ("gptq", {"act_order": True}, quant.GPTQ(act_order=True)),
         ("awq", {"clip": False, "symmetric": True}, quant.AWQ(clip=False, symmetric=True)),
+        (
+            "awq",
+            {"rounding": "gptq", "damping": 0.1},
+            quant.AWQ(rounding="gptq", damping=0.1),
+        ),
         ("smoothquant", {"alpha": 0.8, "static": True}, quant.SmoothQuant(alpha=0.8, static=True)),
         (
             "smoothquant",
@@ -58,6 +63,9 @@ def test_names_and_options(name: str, options: dict, method: quant.Method) -> No
         ("nvfp4", {"code": "e2m1"}, "code does not go with nvfp4, which takes no options"),
         ("rtn", {"damping": 0.1}, "damping does not go with rtn"),
         ("mxfp6", {"code": "e4m3"}, "code is 'e4m3'; mxfp6 has e2m3 or e3m2"),
+        ("rtn", {"symmetric": False, "convention": "full"}, "and this has zero points; add symm"),
+        ("awq", {"convention": "full"}, "and awq has zero points; add symmetric"),
+        ("awq", {"damping": 0.01}, "damping needs rounding 'gptq'; set it"),
         ("rtn", {"bits": 4.0}, r"bits is 4\.0; use 8, 6, 5"),
         ("rtn", {"bits": 7}, "bits is 7; use 8, 6, 5"),
         ("gptq", {"act_order": 1}, "act_order is 1; use true or false"),
@@ -107,10 +115,10 @@ def test_a_recipe_file() -> None:
         ("*", quant.NF4()),
     )
     for wrong, message in (
-        ("[]", "must be an object of patterns"),
-        ("{}", "must be an object of patterns"),
-        ('{"a": 4}', "'a' must be null or an object with"),
-        ('{"a": {"bits": 4}}', "'a' must be null or an object with"),
+        ("[]", r"holds \[\]; write an object of patterns"),
+        ("{}", "holds {}; write an object of patterns"),
+        ('{"a": 4}', "'a' has the rule 4; write null, or an object with \"method\""),
+        ('{"a": {"bits": 4}}', "'a' has the rule {'bits': 4}; write null, or an object"),
         ('{"a": {"method": "nf4", "bits": 4}}', "r.json: 'a': bits does not go with nf4"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -99,6 +99,7 @@ COMPOSED: dict[str, Method] = {
     ),
     "gptq": GPTQ(bits=4, group_size=16),
     "awq": AWQ(bits=4, group_size=16),
+    "awq-gptq": AWQ(bits=4, group_size=16, rounding="gptq"),
 }
 
 
@@ -107,6 +108,7 @@ COMPOSED: dict[str, Method] = {
     [
         *((m, "awq") for m in MODELS),
         ("gqa-tied", "gptq"),
+        ("gqa-tied", "awq-gptq"),
         ("biases", "smooth"),
         ("parallel", "smooth-gptq"),
         ("post-norms", "smooth"),
@@ -173,7 +175,11 @@ def test_a_recipe_says_what_stays():
 @pytest.mark.parametrize(
     "recipe, message",
     [
-        ({"layers.*.dwon": RTN(group_size=16)}, r"'layers.\*.dwon' matches no matrix; there are"),
+        (
+            {"layers.*.dwon": RTN(group_size=16)},
+            r"'layers.\*.dwon' matches no matrix of this model; there are embed,"
+            r" layers.<0 to 1>.<q\|k\|v\|o\|gate\|up\|down>: correct the pattern",
+        ),
         ({"lm_head": RTN(group_size=16)}, "'lm_head' matches no matrix"),  # tied
         ({"embed": GPTQ(group_size=16)}, "embed cannot take GPTQ, which is calibrated"),
         ({"layers.*": RTN(group_size=128)}, "group_size 128 does not divide the width 32"),
@@ -253,15 +259,31 @@ def test_scales_that_their_dtype_cannot_hold():
     quantize(params, RTN(group_size=16, scale_dtype="float32"))
 
 
-def test_one_token_over_and_over_is_damped_or_refused():
-    # All inputs of the first layer are equal: its Hessian has rank one, damping makes it whole.
-    same = np.zeros((6, 16), int)
-    got = quantize(llama(), GPTQ(group_size=16), same)
+# All inputs of the first layer are equal: its Hessian has rank one, damping makes it whole.
+SAME = np.zeros((6, 16), int)
+
+
+def test_a_hessian_of_rank_one_is_damped():
+    method = GPTQ(group_size=16)
+    got = quantize(llama(), method, SAME)
     assert np.isfinite(logits(got)).all()
-    try:
-        quantize(llama(), GPTQ(group_size=16, damping=1e-12), same)
-    except ConfigError as error:
-        assert "the Hessian stays singular" in str(error)
+    # Only one input matters, and its error is made up for by all the others.
+    w = llama().layers[0].q
+    x = np.asarray(llama().embed[0], np.float64) * np.asarray(llama().layers[0].attn_norm)
+    off = lambda q: np.linalg.norm(np.asarray(dequantize(q) - w, np.float64) @ x)
+    assert off(got.layers[0].q) < 0.2 * off(RTN(group_size=16).pack(w))
+
+
+@pytest.mark.parametrize("method", [GPTQ, functools.partial(AWQ, rounding="gptq")])
+def test_a_hessian_that_stays_singular_is_refused(method):
+    with pytest.raises(ConfigError, match=r"layers\.0\.q: the Hessian stays singular with damping"):
+        quantize(llama(), method(group_size=16, damping=1e-15), SAME)
+
+
+def test_damping_that_does_not_suffice_is_raised_and_said(caplog):
+    got = quantize(llama(), GPTQ(group_size=16, damping=1e-6), SAME)
+    assert np.isfinite(logits(got)).all()
+    assert "layers.0.q: the Hessian with damping 1e-06 has no factor" in caplog.text
 
 
 def test_what_is_quantised_is_not_quantised_again():
@@ -285,6 +307,9 @@ def test_a_model_is_no_params():
         (lambda: RTN(symmetric="no"), "symmetric is 'no'; use True, False"),  # type: ignore[arg-type]
         (lambda: GPTQ(damping=None), "damping is None; use a number"),  # type: ignore[arg-type]
         (lambda: SmoothQuant(alpha=None), "alpha is None; use a number"),  # type: ignore[arg-type]
+        (lambda: AWQ(convention="signed"), "convention is 'signed' and symmetric is False"),
+        (lambda: AWQ(rounding="gptqq"), "rounding is 'gptqq'; use 'rtn', 'gptq'"),
+        (lambda: AWQ(damping=0.1), "damping is 0.1 and rounding 'rtn', which damps nothing"),
         (lambda: NF4(group_size="tensor"), "group_size is 'tensor'; use a number"),  # type: ignore[arg-type]
         (lambda: RTN(group_size=True), "group_size is True"),
     ],

@@ -1,4 +1,4 @@
-"""The stub pair's target as weights that `generate` runs, and its other model as a drafter."""
+"""The stub pair as weights that `generate` runs, and its other model as a drafter."""
 
 import dataclasses
 import functools
@@ -23,7 +23,12 @@ _WIDTH = 8
 
 @functools.cache
 def target() -> Params:
-    """Return a model whose logits are the row of TARGET of the last token: layers that add nothing
+    """Return the pair's target as weights."""
+    return model_of(TARGET)
+
+
+def model_of(table: Array) -> Params:
+    """Return a model whose logits are the row of `table` of the last token: layers that add nothing
     to one-hot embeddings.
     """
     config = tiny.llama_config(
@@ -48,7 +53,7 @@ def target() -> Params:
         embed=pad(1e3 * jnp.eye(V)),
         layers=layers,
         final_norm=jnp.ones(_WIDTH),
-        lm_head=pad(TARGET.T) / _WIDTH**0.5,
+        lm_head=pad(table.T) / _WIDTH**0.5,
     )
 
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from infer.errors import ConfigError, RequestError
-from infer.spec import Lookahead, NGram, Rule, Suffix
+from infer.spec import Lookahead, NGram, Rule, SelfDraft, Suffix
 from infer.spec.by_name import as_json, from_json, parse_drafter
 from tests.typecheck import unchecked
 
@@ -56,10 +56,13 @@ def test_options_out_of_range_are_named(kind: type, options: dict, message: str)
 def test_names_of_the_command_line() -> None:
     assert parse_drafter("ngram") == NGram()
     assert parse_drafter("suffix:8") == Suffix(k=8)
+    assert parse_drafter("self:6:2") == SelfDraft(layers=6, k=2)
     for text, message in {
-        "medusa": "no drafter 'medusa'; there are ngram or ngram:K, suffix or suffix:K, lookahead",
-        "ngram:": "after the colon stands a number of drafts: ngram:8",
-        "ngram:x": "after the colon stands a number of drafts",
+        "medusa": "no drafter 'medusa'; there are ngram, suffix, lookahead and self:LAYERS, each",
+        "ngram:": "after a colon stands a number, as in ngram:8",
+        "ngram:x": "after a colon stands a number",
+        "ngram:4:4": "it must be ngram or ngram:K",
+        "self": "it must be self:LAYERS or self:LAYERS:K",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(message)):
             parse_drafter(text)
@@ -73,6 +76,7 @@ def test_names_of_the_command_line() -> None:
         Lookahead(k=6, n=4),
         NGram(k=8, occurrence="first", tiers=(0, 2, 8)),
         Suffix(rule="token", costs=(1.0, 2.0)),
+        SelfDraft(layers=3, rule="coupled"),
     ],
 )
 def test_a_drafter_comes_back_from_json(drafter) -> None:

@@ -23,8 +23,13 @@ def test_equal_bytes_are_the_same_token() -> None:
     assert MAP.to_draft.tolist() == [4, 6, 0, 6, 1]
     tokens = jnp.asarray([[0, 1, 2], [4, 5, 3]], jnp.int32)
     assert vocabulary.tokens_on_target(MAP, tokens).tolist() == [[2, 4, 5], [0, 5, 5]]
-    back = jnp.asarray([0, 1, 2, 3, 4], jnp.int32)
-    assert vocabulary.tokens_on_draft(MAP, back, missing=3).tolist() == [4, 3, 0, 3, 1]
+
+
+def test_the_drafter_reads_what_it_lacks_by_its_last_bytes() -> None:
+    target = [b"c", b"xzz", b"a", None, b"xab", b"x"]
+    mapping = vocabulary.intersect(DRAFT, target, missing=3)
+    ids = jnp.arange(6, dtype=jnp.int32)
+    assert vocabulary.tokens_on_draft(mapping, ids).tolist() == [4, 2, 0, 3, 1, 3]
 
 
 def test_a_distribution_over_common_tokens_is_renormalised_and_moved() -> None:
@@ -34,6 +39,8 @@ def test_a_distribution_over_common_tokens_is_renormalised_and_moved() -> None:
     np.testing.assert_allclose(
         vocabulary.probs_on_target(MAP, probs), [[0.25, 0, 0.25, 0, 0.5]], rtol=1e-6
     )
+    moved = jax.nn.softmax(vocabulary.logits_on_target(MAP, logits), axis=-1)
+    np.testing.assert_allclose(moved, [[0.25, 0, 0.25, 0, 0.5]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
@@ -69,7 +76,7 @@ def test_vocabularies_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="2 tokens and the target's 1 have none in common"):
         vocabulary.intersect([b"a", None], [b"b"])
     with pytest.raises(ValueError, match=r"missing is 6; .*0 to 5"):
-        vocabulary.tokens_on_draft(MAP, jnp.zeros(1, jnp.int32), missing=6)
+        vocabulary.intersect(DRAFT, TARGET, missing=6)
     with pytest.raises(ValueError, match="logits are over 5 tokens and the map's drafter has 6"):
         vocabulary.common_logits(MAP, jnp.zeros((1, 5)))
     zero = jnp.zeros(1, jnp.int32)

@@ -5,6 +5,8 @@ or half right is ever there.
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from infer.quant.qarray import QArray
 from infer.tokenizer import Tokenizer
 from infer.weights.convert import convert
 from infer.weights.folder import load_folder
+from infer.weights.folder_summary import summarise_folder
 from infer.weights.packed_folder import write_params
 from infer.weights.safetensors import SafetensorsFile
 from infer.weights.safetensors_writer import write_file
@@ -183,6 +186,48 @@ def test_a_failure_half_way_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+KILLED = """
+import sys, os
+from pathlib import Path
+from infer.weights.new_folder import new_folder
+with new_folder(Path(sys.argv[1])) as scratch:
+    (scratch / "config.json").write_text("{}")
+    print(scratch, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_save_left_goes_with_the_next_one(
+    packed: Params, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    start = lambda to: subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(to)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    writers = [start(tmp_path / "m"), start(tmp_path / "m"), start(tmp_path / "other")]
+    try:
+        killed, alive, other = (Path(w.stdout.readline().strip()) for w in writers)  # type: ignore
+        for dead in (writers[0], writers[2]):
+            dead.kill()
+            dead.wait()
+        assert killed.is_dir()
+        for path in (killed, alive):
+            for read in (infer.load, summarise_folder):
+                with pytest.raises(WeightFormatError, match="or that a save which was killed has"):
+                    read(path)
+        infer.save(packed, tmp_path / "m", tokenizer=tokenizer)
+        left = {p.name for p in tmp_path.iterdir()}
+        # Of a writer that lives, and of another folder's, nothing is touched.
+        assert left == {"m", alive.name, other.name}
+        assert (alive / "config.json").read_text() == "{}"
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+
+
 def test_what_is_there_is_never_written_over(
     packed: Params, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -293,6 +338,9 @@ def test_tensors_that_are_not_what_is_said(case: str, folder: Path, tmp_path: Pa
     with pytest.raises(WeightFormatError, match=message) as raised:
         infer.load(path)
     assert "\n" not in str(raised.value)
+    with pytest.raises(WeightFormatError) as shown:
+        summarise_folder(path)
+    assert str(shown.value) == str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +363,8 @@ def test_an_order_is_whole_and_there(
     path = _rewritten(tmp_path / "a", tmp_path / "b", lambda a: change(a, f"{Q}.perm"))
     with pytest.raises(WeightFormatError, match=message):
         infer.load(path)
+    with pytest.raises(WeightFormatError, match=message):
+        summarise_folder(path)
 
 
 def test_a_place_that_cannot_be_is_refused_first(
@@ -371,7 +421,11 @@ FORMS = {
     ),
     "formats": (lambda c: c.update(formats=[]), "formats and weights must be objects"),
     "a format": (lambda c: c["formats"].update(x=3), "format 'x': a format is 3, must be an"),
-    "calibration": (lambda c: c.update(calibration="x"), "calibration must be an object"),
+    "calibration": (lambda c: c.update(calibration="x"), "calibration is 'x'; it must have of"),
+    "a calibration of nothing": (
+        lambda c: c.update(calibration={"of": "text", "sha256": "0" * 64, "num_tokens": 0}),
+        "calibration is {'of': 'text', .*; it must have of",
+    ),
     "version": (lambda c: c.update(version=2), "has the version 2, and this version of"),
 }  # fmt: skip
 
@@ -383,6 +437,9 @@ def test_a_form_that_cannot_be(case: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(WeightFormatError, match=message) as raised:
         infer.load(path)
     assert "\n" not in str(raised.value)
+    with pytest.raises(WeightFormatError) as shown:
+        summarise_folder(path)
+    assert str(shown.value) == str(raised.value)
 
 
 def test_files_of_two_models(folder: Path, tmp_path: Path) -> None:

@@ -166,6 +166,8 @@ bool pool_type(ffi::DataType type, PoolType* to) {
     case ffi::DataType::BF16: *to = PoolType::kBf16; return true;
     case ffi::DataType::F16: *to = PoolType::kF16; return true;
     case ffi::DataType::S8: *to = PoolType::kI8; return true;
+    case ffi::DataType::U8: *to = PoolType::kI4; return true;
+    case ffi::DataType::F8E4M3FN: *to = PoolType::kE4M3; return true;
     default: return false;
   }
 }
@@ -185,7 +187,8 @@ ffi::Error read_operands(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const
     return invalid("the result %s is not as q %s", shape_text(out).c_str(), shape_text(q).c_str());
   }
   if (k.element_type() != v.element_type() || !pool_type(k.element_type(), &a.pools.type)) {
-    return invalid("k and v must both be float32, bfloat16, float16 or int8");
+    return invalid(
+        "k and v must both be float32, bfloat16, float16, int8, float8_e4m3fn, or uint8 for int4");
   }
   if (num_kv < 1 || dims[2] % num_kv != 0) {
     return invalid("q has %lld heads, not a multiple of k's %lld", static_cast<long long>(dims[2]),
@@ -222,7 +225,8 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                            int64_t window) {
   const auto q_dims = q.dimensions(), k_dims = k.dimensions(), table_dims = table.dimensions();
   if (q_dims.size() != 4 || k_dims.size() != 4 ||
-      !has_shape(v, {k_dims[0], k_dims[1], k_dims[2], k_dims[3]}) || k_dims[3] != q_dims[3]) {
+      !has_shape(v, {k_dims[0], k_dims[1], k_dims[2], k_dims[3]}) ||
+      (k.element_type() == ffi::DataType::U8 ? 2 * k_dims[3] : k_dims[3]) != q_dims[3]) {
     return invalid(
         "q [B, T, N, H] and the pools of keys and values [P, K, U, H] do not fit: %s, %s, %s",
         shape_text(q).c_str(), shape_text(k).c_str(), shape_text(v).c_str());
@@ -242,11 +246,11 @@ ffi::Error paged_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   if (ffi::Error error = read_operands(q, k, v, sinks, *out, k_dims[1], window, a); error.failure()) {
     return error;
   }
-  const bool scaled = a.pools.type == PoolType::kI8;
+  const bool scaled = is_scaled(a.pools.type);
   for (const ffi::AnyBuffer* x : {&k_scales, &v_scales}) {
     if (x->element_type() != ffi::DataType::F32 ||
         !(scaled ? has_shape(*x, {k_dims[0], k_dims[1], k_dims[2]}) : has_shape(*x, {0}))) {
-      return invalid("int8 pools need float32 scales [P, K, U], others none; pools %s have %s",
+      return invalid("quantised pools need float32 scales [P, K, U], others none; pools %s have %s",
                      shape_text(k).c_str(), shape_text(*x).c_str());
     }
   }
@@ -281,7 +285,7 @@ ffi::Error dense_attention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   if (ffi::Error error = read_operands(q, k, v, sinks, *out, k_dims[2], window, a); error.failure()) {
     return error;
   }
-  if (a.pools.type == PoolType::kI8) return invalid("dense keys and values cannot be int8");
+  if (is_scaled(a.pools.type)) return invalid("dense keys and values cannot be quantised");
   std::vector<int32_t> table(q_dims[0]), positions(q_dims[0] * q_dims[1]);
   for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int32_t>(i);
   for (size_t i = 0; i < positions.size(); ++i) positions[i] = static_cast<int32_t>(i % q_dims[1]);

@@ -25,15 +25,17 @@ constexpr int kTileRows = 48;
 // With no more rows than these, the time goes into reading keys and values.
 constexpr int kFewRows = 16;
 
-enum class PoolType { kF32, kBf16, kF16, kI8 };
+enum class PoolType { kF32, kBf16, kF16, kI8, kI4, kE4M3 };
+inline bool is_scaled(PoolType type) { return type >= PoolType::kI8; }
 
 // Keys and values of all sequences, a row [H] a token and key head; strides count rows.  Where
-// there are scales, row i stands for its numbers times scale i.
+// there are scales, row i stands for its numbers times scale i.  A row of kI4 is H / 2 bytes: the
+// first half of its numbers in the low nibbles, the second in the high ones, each plus 8.
 struct Pools {
   PoolType type;
   const void* k;
   const void* v;
-  const float* k_scales;  // null but for kI8
+  const float* k_scales;  // null but where is_scaled(type)
   const float* v_scales;
   int64_t num_pages;
   int page_size;

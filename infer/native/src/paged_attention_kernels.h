@@ -26,40 +26,95 @@ constexpr int kPackedPanels = 4;
 constexpr int kPackedValues = 32;
 
 // ---- Elements of the pools --------------------------------------------------------------------
+//
+// kPerLane: elements in the 4 bytes of a lane.  Where there are several, keys are transposed by
+// lanes, and `part<k>` is then element k of each lane as floats.
+// kScaled: numbers are to be multiplied by a scale and kUnit, after their products are summed.
 
 struct ElementF32 {
   using Type = float;
-  static constexpr bool kPaired = false, kScaled = false;
+  static constexpr int kPerLane = 1;
+  static constexpr bool kScaled = false, kHalves = false;
   static INFER_INLINE F32 load(const Type* p) { return INFER_ISA::load(p); }
 };
 struct ElementBf16 {
   using Type = uint16_t;
+  static constexpr int kPerLane = 2;
+  static constexpr bool kScaled = false, kHalves = false;
   static INFER_INLINE F32 load(const Type* p) { return load_bf16(p); }
-  // Of two elements in a lane.
-  static constexpr bool kPaired = true, kScaled = false;
-  static INFER_INLINE F32 first(F32 x) { return bits_to_f32(shift_left<16>(to_bits(x))); }
-  static INFER_INLINE F32 second(F32 x) {
-    return bits_to_f32(bit_and(to_bits(x), set1_i32(static_cast<int32_t>(0xffff0000))));
+  template <int k>
+  static INFER_INLINE F32 part(I32 x) {
+    return bits_to_f32(k == 0 ? shift_left<16>(x)
+                              : bit_and(x, set1_i32(static_cast<int32_t>(0xffff0000))));
   }
 };
 struct ElementF16 {
   using Type = uint16_t;
-  static constexpr bool kPaired = false, kScaled = false;
+  static constexpr int kPerLane = 1;
+  static constexpr bool kScaled = false, kHalves = false;
   static INFER_INLINE F32 load(const Type* p) { return load_f16(p); }
 };
 struct ElementI8 {
   using Type = int8_t;
-  static constexpr bool kPaired = false, kScaled = true;
+  static constexpr int kPerLane = 4;
+  static constexpr bool kScaled = true, kHalves = false;
+  static constexpr float kUnit = 1;
   static INFER_INLINE F32 load(const Type* p) { return to_f32(load_i8(p)); }
+  template <int k>
+  static INFER_INLINE F32 part(I32 x) {
+    return to_f32(shift_right_signed<24>(shift_left<24 - 8 * k>(x)));
+  }
+};
+struct ElementE4M3 {
+  using Type = uint8_t;
+  static constexpr int kPerLane = 1;
+  static constexpr bool kScaled = true, kHalves = false;
+  static constexpr float kUnit = 256;
+  static INFER_INLINE F32 load(const Type* p) { return load_e4m3_over_256(p); }
+};
+// A row of two halves: low nibbles, high nibbles.
+struct ElementI4 {
+  using Type = uint8_t;
+  static constexpr int kPerLane = 8;
+  static constexpr bool kScaled = true, kHalves = true;
+  static constexpr float kUnit = 1;
+  // The nibble in the low bits of each lane, less 8.
+  static INFER_INLINE F32 number(I32 x) {
+    alignas(64) static const float kNumbers[kLanes] = {-8, -7, -6, -5, -4, -3, -2, -1,
+                                                       0,  1,  2,  3,  4,  5,  6,  7};
+    return lookup(INFER_ISA::load(kNumbers), x);
+  }
+  template <int k>
+  static INFER_INLINE F32 part(I32 x) {
+    return number(shift_right<4 * k>(x));
+  }
 };
 
-// n elements, the other lanes 0; reads no further.
+// Elements of type E::Type in a row of `width` numbers.
 template <typename E>
-INFER_INLINE F32 load_some(const typename E::Type* p, int n) {
-  if (n >= kLanes) return E::load(p);
-  typename E::Type padded[kLanes] = {};
-  for (int i = 0; i < n; ++i) padded[i] = p[i];
-  return E::load(padded);
+INFER_INLINE int64_t row_elements(int width) {
+  return E::kHalves ? width / 2 : width;
+}
+
+// Numbers h to h + 15 of a row of `width`, 0 past its end; reads no further.
+template <typename E>
+INFER_INLINE F32 load_some(const typename E::Type* row, int h, int width) {
+  if constexpr (E::kHalves) {
+    const int half = width / 2;
+    if (h + kLanes <= half) return E::number(load_u8(row + h));
+    if (h >= half && h + kLanes <= width) return E::number(shift_right<4>(load_u8(row + h - half)));
+    float numbers[kLanes] = {};
+    for (int i = h; i < h + kLanes && i < width; ++i) {
+      const int nibble = i < half ? row[i] & 15 : row[i - half] >> 4;
+      numbers[i - h] = static_cast<float>(nibble - 8);
+    }
+    return load(numbers);
+  } else {
+    if (h + kLanes <= width) return E::load(row + h);
+    typename E::Type padded[kLanes] = {};
+    for (int i = h; i < width; ++i) padded[i - h] = row[i];
+    return E::load(padded);
+  }
 }
 
 // tanh x; relative error below 2e-7.  The polynomial near 0 is from Cephes, single/tanhf.c.
@@ -111,30 +166,54 @@ void score_rows(const float* q, int width, const float* panels, int64_t panel_st
   }
 }
 
-// acc [R, C * 16] += p [R, n] times the rows v [n] from `column` on, keys in order.
+// acc [R, C * 16] += p [R, n] times the rows v [n] from element `column` on, keys in order.  Of a
+// row of two halves, half of the C columns are in each.
 template <typename E, int R, int C>
 INFER_INLINE void value_block(const float* p, const typename E::Type* const* v, int n, int column,
                               float* acc, int64_t acc_stride) {
+  constexpr int kLoads = E::kHalves ? C / 2 : C;
+  auto at = [&](int r, int c) {
+    return acc + r * acc_stride + column + c % kLoads * kLanes + c / kLoads * (acc_stride / 2);
+  };
   F32 sum[R][C];
   for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) sum[r][c] = load(acc + r * acc_stride + column + c * kLanes);
+    for (int c = 0; c < C; ++c) sum[r][c] = load(at(r, c));
   }
   for (int j = 0; j < n; ++j) {
     const typename E::Type* from = v[j] + column;
     F32 x[C];
-    for (int c = 0; c < C; ++c) x[c] = E::load(from + c * kLanes);
+    for (int c = 0; c < kLoads; ++c) {
+      if constexpr (E::kHalves) {
+        const I32 both = load_u8(from + c * kLanes);
+        x[c] = E::number(both);
+        x[c + kLoads] = E::number(shift_right<4>(both));
+      } else {
+        x[c] = E::load(from + c * kLanes);
+      }
+    }
     for (int r = 0; r < R; ++r) {
       const F32 weight = set1(p[r * kSplit + j]);
       for (int c = 0; c < C; ++c) sum[r][c] = fma(weight, x[c], sum[r][c]);
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) store(acc + r * acc_stride + column + c * kLanes, sum[r][c]);
+    for (int c = 0; c < C; ++c) store(at(r, c), sum[r][c]);
   }
 }
 
 template <typename E, int R>
 void value_rows(const float* p, const typename E::Type* const* v, int n, int width, float* acc) {
+  if constexpr (E::kHalves) {
+    constexpr int C = columns_of(R) < 2 ? 2 : columns_of(R);
+    int column = 0;
+    for (; column + C / 2 * kLanes <= width / 2; column += C / 2 * kLanes) {
+      value_block<E, R, C>(p, v, n, column, acc, width);
+    }
+    for (; column < width / 2; column += kLanes) {
+      value_block<E, R, 2>(p, v, n, column, acc, width);
+    }
+    return;
+  }
   constexpr int C = columns_of(R);
   int column = 0;
   for (; column + C * kLanes <= width; column += C * kLanes) {
@@ -203,34 +282,60 @@ INFER_INLINE Keys keys_of(const Attention& a, const Tile& tile, int t) {
   return {first > 0 ? first : 0, i};
 }
 
-// panels [c][width, 16] := 16 keys each, transposed, and scaled where the elements are.
+// Rows 0, 1, ... of a panel [width, 16] := the elements of a lane of 16 keys; where rows have two
+// halves, every other one goes to the second.
+template <typename E, int k = 0>
+INFER_INLINE void unpack_lane(I32 x, int width, float* to) {
+  if constexpr (k < E::kPerLane) {
+    const int row = E::kHalves ? k / 2 + k % 2 * (width / 2) : k;
+    store(to + int64_t{row} * kLanes, E::template part<k>(x));
+    unpack_lane<E, k + 1>(x, width, to);
+  }
+}
+
+// panels [c][width, 16] := 16 keys each, transposed.
 template <typename E>
-INFER_INLINE void pack_keys(const typename E::Type* const* keys, const float* scales,
-                            int num_panels, int width, int64_t panel_stride, float* panels) {
+INFER_INLINE void pack_keys(const typename E::Type* const* keys, int num_panels, int width,
+                            int64_t panel_stride, float* panels) {
   for (int c = 0; c < num_panels; ++c) {
     const typename E::Type* const* const from = keys + c * kLanes;
     float* const to = panels + c * panel_stride;
     int h = 0;
-    if constexpr (E::kPaired) {
-      // Two elements change places as one lane.
-      for (; h + 2 * kLanes <= width; h += 2 * kLanes) {
+    if constexpr (E::kPerLane > 1) {
+      // Elements change places as lanes of several; of a row of two halves, all or none.
+      constexpr int kElements = 4 / static_cast<int>(sizeof(typename E::Type));  // of a lane
+      const int elements = static_cast<int>(row_elements<E>(width));
+      const bool by_lanes = !E::kHalves || elements % (kLanes / 2 * kElements) == 0;
+      while (by_lanes && h + kLanes / 2 * kElements <= elements) {
+        const bool whole = h + kLanes * kElements <= elements;
         F32 x[kLanes];
-        for (int j = 0; j < kLanes; ++j) x[j] = load(reinterpret_cast<const float*>(from[j] + h));
-        transpose16(x);
         for (int j = 0; j < kLanes; ++j) {
-          store(to + (h + 2 * j) * kLanes, E::first(x[j]));
-          store(to + (h + 2 * j + 1) * kLanes, E::second(x[j]));
+          const auto* const p = reinterpret_cast<const float*>(from[j] + h);
+          x[j] = whole ? load(p) : load_half(p);
+        }
+        transpose16(x);
+        const int lanes = whole ? kLanes : kLanes / 2;
+        for (int j = 0; j < lanes; ++j) {
+          unpack_lane<E>(to_bits(x[j]), width, to + int64_t{h} * kLanes);
+          h += kElements;
         }
       }
+      if (h == elements) continue;
     }
     for (; h < width; h += kLanes) {
       F32 x[kLanes];
-      for (int j = 0; j < kLanes; ++j) x[j] = load_some<E>(from[j] + h, width - h);
+      for (int j = 0; j < kLanes; ++j) x[j] = load_some<E>(from[j], h, width);
       transpose16(x);
-      for (int j = 0; j < kLanes; ++j) {
-        if constexpr (E::kScaled) x[j] = mul(x[j], load(scales + c * kLanes));
-        store(to + (h + j) * kLanes, x[j]);
-      }
+      for (int j = 0; j < kLanes; ++j) store(to + int64_t{h + j} * kLanes, x[j]);
+    }
+  }
+}
+
+// s [rows, n], rows kSplit apart, times factors [n]; n is whole panels.
+INFER_INLINE void scale_columns(float* s, int rows, const float* factors, int n) {
+  for (int r = 0; r < rows; ++r) {
+    for (int j = 0; j < n; j += kLanes) {
+      store(s + r * kSplit + j, mul(load(s + r * kSplit + j), load(factors + j)));
     }
   }
 }
@@ -312,20 +417,20 @@ struct Split {
   INFER_INLINE void rows(const void* pool, int head, int j, int n, const Type** to) const {
     for (int i = 0; i < n; ++i) {
       const int64_t r = row(head, j + i);
-      to[i] = r < 0 ? nothing : static_cast<const Type*>(pool) + r * a.width;
+      to[i] = r < 0 ? nothing : static_cast<const Type*>(pool) + r * row_elements<E>(a.width);
     }
   }
   INFER_INLINE void scales(const float* all, int head, int j, int n, float* to) const {
     for (int i = 0; i < n; ++i) {
       const int64_t r = row(head, j + i);
-      to[i] = r < 0 ? 0 : all[r];
+      to[i] = r < 0 ? 0 : all[r] * E::kUnit;
     }
   }
 
   // Pages are small and scattered, which the hardware does not foresee.  Asked for little by little
   // between other work, rows arrive while it is done.
   INFER_INLINE void prefetch(const void* pool, int head, int j, int n) const {
-    const int64_t bytes = a.width * static_cast<int64_t>(sizeof(Type));
+    const int64_t bytes = row_elements<E>(a.width) * static_cast<int64_t>(sizeof(Type));
     for (int i = 0; i < n; ++i) {
       const int64_t r = row(head, j + i);
       if (r < 0) continue;
@@ -409,22 +514,23 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
     const int num_panels = left < panels_at_once ? left : panels_at_once;
     for (int head = 0; head < tile.num_heads; ++head) {
       const Type* keys[kPackedPanels * kLanes];
-      float scales[kPackedPanels * kLanes];
       in.rows(a.pools.k, tile.head + head, j, num_panels * kLanes, keys);
-      if constexpr (E::kScaled) {
-        in.scales(a.pools.k_scales, tile.head + head, j, num_panels * kLanes, scales);
-      }
       // What is needed next: this head's next keys, or at the end its first values.
       const bool last = j + kLanes >= end;
       const void* const next_pool = last ? a.pools.v : a.pools.k;
       const int next = last ? begin : j + kLanes;
       if (few) in.prefetch(next_pool, tile.head + head, next, kLanes / 2);
-      pack_keys<E>(keys, scales, num_panels, width, panel_stride, panels);
+      pack_keys<E>(keys, num_panels, width, panel_stride, panels);
       if (few) in.prefetch(next_pool, tile.head + head, next + kLanes / 2, kLanes / 2);
       const int64_t first = int64_t{head} * rows_of_head;
       for_row_blocks<kScoreRows>(rows_of_head,
                                  ScoreCall{q + first * width, width, panels, panel_stride,
                                            num_panels, s + first * kSplit + j});
+      if constexpr (E::kScaled) {
+        float scales[kPackedPanels * kLanes];
+        in.scales(a.pools.k_scales, tile.head + head, j, num_panels * kLanes, scales);
+        scale_columns(s + first * kSplit + j, rows_of_head, scales, num_panels * kLanes);
+      }
     }
   }
 
@@ -438,7 +544,7 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
   }
 
   // Values are read as they lie where that is possible and not done over and over.
-  const bool direct = !E::kScaled && width == padded &&
+  const bool direct = width == padded && (!E::kHalves || width % (2 * kLanes) == 0) &&
                       (sizeof(Type) == sizeof(float) || rows_of_head <= 2 * kValueRows);
   const int values_at_once = few ? kLanes : kPackedValues;
   for (int j = begin; j < end; j += values_at_once) {
@@ -446,15 +552,18 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
     const int n = left < values_at_once ? left : values_at_once;
     for (int head = 0; head < tile.num_heads; ++head) {
       const Type* values[kPackedValues];
-      float scales[kPackedValues];
       in.rows(a.pools.v, tile.head + head, j, n, values);
-      if constexpr (E::kScaled) in.scales(a.pools.v_scales, tile.head + head, j, n, scales);
       if (few && j + n < end) in.prefetch(a.pools.v, tile.head + head, j + n, kLanes);
       if (few && j + n >= end && ahead > 0) {
         in.prefetch(a.pools.k, tile.head + head, kSplit, kLanes);
       }
       const int64_t first = int64_t{head} * rows_of_head;
-      const float* const p = s + first * kSplit + j;
+      float* const p = s + first * kSplit + j;
+      if constexpr (E::kScaled) {
+        float scales[kPackedValues];
+        in.scales(a.pools.v_scales, tile.head + head, j, n, scales);
+        scale_columns(p, rows_of_head, scales, n);
+      }
       float* const acc = part.acc + first * padded;
       if (direct) {
         for_row_blocks<kValueRows>(rows_of_head, ValueCall<E>{p, values, n, padded, acc});
@@ -464,9 +573,7 @@ void attend_in(const Attention& a, const Tile& tile, int split, float* scratch, 
       for (int i = 0; i < n; ++i) {
         float* const to = packed + int64_t{i} * padded;
         for (int h = 0; h < width; h += kLanes) {
-          F32 x = load_some<E>(values[i] + h, width - h);
-          if constexpr (E::kScaled) x = mul(x, set1(scales[i]));
-          store(to + h, x);
+          store(to + h, load_some<E>(values[i], h, width));
         }
         rows_of[i] = to;
       }
@@ -482,6 +589,8 @@ inline void attend(const Attention& a, const Tile& tile, int split, float* scrat
     case PoolType::kBf16: return attend_in<ElementBf16>(a, tile, split, scratch, part);
     case PoolType::kF16: return attend_in<ElementF16>(a, tile, split, scratch, part);
     case PoolType::kI8: return attend_in<ElementI8>(a, tile, split, scratch, part);
+    case PoolType::kI4: return attend_in<ElementI4>(a, tile, split, scratch, part);
+    case PoolType::kE4M3: return attend_in<ElementE4M3>(a, tile, split, scratch, part);
   }
 }
 

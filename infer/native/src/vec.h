@@ -41,6 +41,10 @@ struct U8x64 {  // 64 bytes: four for each lane
 INFER_INLINE F32 zero_f32() { return {_mm512_setzero_ps()}; }
 INFER_INLINE F32 set1(float x) { return {_mm512_set1_ps(x)}; }
 INFER_INLINE F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+// Lanes 0 to 7; the others are 0.
+INFER_INLINE F32 load_half(const float* p) {
+  return {_mm512_zextps256_ps512(_mm256_loadu_ps(p))};
+}
 INFER_INLINE void store(float* p, F32 x) { _mm512_storeu_ps(p, x.v); }
 INFER_INLINE F32 add(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
 INFER_INLINE F32 sub(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -60,12 +64,12 @@ INFER_INLINE F32 load_f16(const void* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
 }
 // 8-bit floats by way of float16, which holds all of them (E4M3 over 256) and is never flushed.
-INFER_INLINE F32 load_e4m3(const void* p) {
-  const __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-  const __m256i h =
-      _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x80)), 8),
-                      _mm256_slli_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x7f)), 7));
-  return mul(F32{_mm512_cvtph_ps(h)}, set1(256.0f));
+INFER_INLINE F32 load_e4m3_over_256(const void* p) {
+  // The sign stands twice, in bits 8 and 7; float16's lower one is part of the exponent.
+  const __m256i w = _mm256_cvtepi8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  const __m256i h = _mm256_and_si256(_mm256_slli_epi16(w, 7),
+                                     _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  return {_mm512_cvtph_ps(h)};
 }
 INFER_INLINE F32 load_e5m2(const void* p) {
   const __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
@@ -104,6 +108,10 @@ INFER_INLINE I32 shift_left(I32 a) {
 template <int n>
 INFER_INLINE I32 shift_right(I32 a) {  // zeros come in
   return {_mm512_srli_epi32(a.v, n)};
+}
+template <int n>
+INFER_INLINE I32 shift_right_signed(I32 a) {
+  return {_mm512_srai_epi32(a.v, n)};
 }
 template <int n>
 INFER_INLINE I32 rotate_left(I32 a) {
@@ -177,6 +185,7 @@ INFER_INLINE F32 set1(float x) {
   return {v, v};
 }
 INFER_INLINE F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INFER_INLINE F32 load_half(const float* p) { return {_mm256_loadu_ps(p), _mm256_setzero_ps()}; }
 INFER_INLINE void store(float* p, F32 x) {
   _mm256_storeu_ps(p, x.a);
   _mm256_storeu_ps(p + 8, x.b);
@@ -208,12 +217,10 @@ INFER_INLINE F32 halves_to_f32(__m256i h) {
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
           _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
 }
-INFER_INLINE F32 load_e4m3(const void* p) {
-  const __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-  const __m256i h =
-      _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x80)), 8),
-                      _mm256_slli_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x7f)), 7));
-  return mul(halves_to_f32(h), set1(256.0f));
+INFER_INLINE F32 load_e4m3_over_256(const void* p) {
+  const __m256i w = _mm256_cvtepi8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  return halves_to_f32(_mm256_and_si256(_mm256_slli_epi16(w, 7),
+                                        _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
 }
 INFER_INLINE F32 load_e5m2(const void* p) {
   const __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
@@ -285,6 +292,10 @@ INFER_INLINE I32 shift_left(I32 x) {
 template <int n>
 INFER_INLINE I32 shift_right(I32 x) {
   return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)};
+}
+template <int n>
+INFER_INLINE I32 shift_right_signed(I32 x) {
+  return {_mm256_srai_epi32(x.a, n), _mm256_srai_epi32(x.b, n)};
 }
 template <int n>
 INFER_INLINE I32 rotate_left(I32 x) {
@@ -383,6 +394,8 @@ INFER_INLINE int32_t reduce_max(I32 x) {
 }
 
 #endif
+
+INFER_INLINE F32 load_e4m3(const void* p) { return mul(load_e4m3_over_256(p), set1(256.0f)); }
 
 // bfloat16 [16] as float32.
 INFER_INLINE F32 load_bf16(const void* p) { return bits_to_f32(shift_left<16>(load_u16(p))); }

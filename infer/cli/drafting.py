@@ -1,0 +1,67 @@
+"""`--draft`: from what users type to a drafter."""
+
+from pathlib import Path
+from typing import Any
+
+from infer.cli.loading import load_model, use_compilation_cache
+from infer.errors import ConfigError
+from infer.weights import bundled, hub
+
+
+def check_draft(text: str) -> None:
+    """Refuse a drafter that is none, before anything is loaded.
+
+    Raises:
+        ConfigError: it is no kind of drafter, and no model either.
+        RequestError: its number of drafts or layers is out of range.
+    """
+    use_compilation_cache()  # before jax is imported
+    from infer.spec import by_name
+    from infer.spec.drafters import check_k
+
+    if by_name.is_kind(text):
+        by_name.parse_drafter(text)
+        return
+    name, k = _model_and_k(text)
+    if k is not None:
+        check_k(k)
+    known = name in bundled.known_models() or hub.parse(name) is not None
+    if not known and not Path(name).expanduser().exists():
+        raise ConfigError(
+            f"no drafter {text!r:.80}; there are {by_name.KINDS_IN_WORDS} drafts a round, and "
+            f"models: a known name ({', '.join(sorted(bundled.known_models()))}), a file, a folder "
+            "or a hub id, with :K or without"
+        )
+
+
+def drafter_of(
+    text: str,
+    target: Any,
+    dtype: str | None = None,
+    packed: bool | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """Return the drafter that `--draft` names, for a loaded model; a model is loaded as that was.
+
+    Raises:
+        ConfigError: it is no kind of drafter, and no model either, or one with which the target
+            has no token in common.
+    """
+    from infer.spec import DraftModel, by_name
+
+    if by_name.is_kind(text):
+        return by_name.parse_drafter(text)
+    name, k = _model_and_k(text)
+    loaded, _ = load_model(name, dtype, packed, implementation)
+    return DraftModel.of(loaded, target, **({} if k is None else {"k": k}))
+
+
+def _model_and_k(text: str) -> tuple[str, int | None]:
+    """Return a model's name and the number of drafts that may stand behind it."""
+    if Path(text).expanduser().exists():
+        return text, None
+    name, colon, size = text.rpartition(":")
+    # Nine digits: int() refuses thousands of them in words of its own.
+    if colon and size.isdecimal() and len(size) <= 9:
+        return name, int(size)
+    return text, None
