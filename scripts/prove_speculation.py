@@ -25,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import infer
-from infer.spec import NGram, Suffix
+from infer.spec import Lookahead, NGram, Suffix
 from tests.spec.agreement import compare
 
 SUBJECTS = ("rivers", "bread", "the moon", "a violin", "winter", "bees", "a harbour", "numbers",
@@ -38,13 +38,24 @@ FORMS = (
     '{{"name": "{0}", "size": 1}}, {{"name": "{0}", "size": 2}}, {{"name":',
 )
 PROMPTS = [form.format(s, s.replace(" ", "_")) for form in FORMS for s in SUBJECTS]
-DRAFTERS = {"ngram": NGram(k=4, min_match=1), "suffix": Suffix(k=6, tiers=(0, 2, 6))}
+# In every turn, whether it pays or not.
+DRAFTERS = {
+    "ngram": NGram(k=4, min_match=1, adaptive=False),
+    "suffix": Suffix(k=6, tiers=(0, 2, 6), adaptive=False),
+    "lookahead": Lookahead(k=4, adaptive=False),
+}
 REPEATING = "one two three one two three one two"
 LENGTH, FALSE_ALARMS = 4, 1e-4
 CELLS: list[tuple[dict[str, float], Any]] = [
-    (dict(temperature=1.0, top_k=4), NGram(k=3, min_match=1)),
-    (dict(temperature=1.5, top_k=4, repetition_penalty=1.2), NGram(k=3, min_match=1, rule="token")),
-    (dict(temperature=1.2, top_k=4, top_p=0.9, min_p=0.02), Suffix(k=3, tiers=(0, 1, 3))),
+    (dict(temperature=1.0, top_k=4), NGram(k=3, min_match=1, adaptive=False)),
+    (
+        dict(temperature=1.5, top_k=4, repetition_penalty=1.2),
+        NGram(k=3, min_match=1, rule="token", adaptive=False),
+    ),
+    (
+        dict(temperature=1.2, top_k=4, top_p=0.9, min_p=0.02),
+        Suffix(k=3, tiers=(0, 1, 3), costs=(1.0, 1.2, 1.5)),
+    ),
 ]
 
 
