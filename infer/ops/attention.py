@@ -112,8 +112,8 @@ def _dense_mosaic(q: Array, k: Array, v: Array, sinks: Array | None, **options: 
 def _checked(
     op: str,
     q: Array,
-    k: Pool,
-    v: Pool,
+    k: Array | Pool,
+    v: Array | Pool,
     sinks: Array | None,
     scale: float,
     window: int | None,

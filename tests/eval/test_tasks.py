@@ -83,7 +83,7 @@ def test_needles_that_cannot_be_made_are_refused() -> None:
         ({"context": 40}, "no room"),
         ({"context": 900}, "give a longer text"),
         ({"depths": (1.5,)}, "from 0 to 1"),
-        ({"count": 0}, "at least 1"),
+        ({"count": 0}, "give 1 to 100000"),
     ):
         with pytest.raises(RequestError, match=message):
             make(**changed)

@@ -86,8 +86,8 @@ def test_greedy_output_is_that_of_plain_decoding(model: str, drafter: str) -> No
         drafted = _generate(params, sampling, draft=DRAFTERS[drafter])
         _assert_equal(plain, drafted)
         stats = drafted.stats
-        assert stats["turns"] < plain.stats["turns"]
-        assert 0 < stats["accepted"] < stats["drafted"]
+        assert stats["turns"] <= plain.stats["turns"]
+        assert 0 < stats["accepted"] <= stats["drafted"]
         assert stats["tokens_per_pass"] > 1
     assert "stop" in drafted.finish_reason and "length" in drafted.finish_reason
 
@@ -204,18 +204,19 @@ def test_the_pure_form_is_the_hosts() -> None:
 
 
 def test_a_row_whose_logits_are_no_numbers_ends_where_plain_decoding_ends_it() -> None:
-    params = tiny.llama()
-    plain = infer.generate(params, [[1, 2, 3] * 5], sampling=GREEDY(max_tokens=30))
-    # The model breaks after a token that it gives in the middle of what it repeats.
-    poison = plain.token_ids(0)[14]
+    params, prompt = tiny.llama(), list(range(60))
+    sampling = SamplingParams(temperature=1.0, seed=4, max_tokens=30, ignore_eos=True)
+    ids = infer.generate(params, [prompt], sampling=sampling).token_ids(0)
+    # The model breaks after a token that comes late, and that no draft can hold before.
+    poison = next(x for i, x in enumerate(ids) if i >= 8 and x >= 60 and x not in ids[:i])
     broken = dataclasses.replace(params, embed=params.embed.at[poison].set(jnp.nan))
     head = params.embed if params.lm_head is None else params.lm_head
     broken = dataclasses.replace(
         broken, lm_head=head, config=dataclasses.replace(params.config, tied_embeddings=False)
     )
     outs = [
-        infer.generate(broken, [[1, 2, 3] * 5], sampling=GREEDY(max_tokens=30), draft=draft)
-        for draft in (None, DRAFTERS["ngram"])
+        infer.generate(broken, [prompt], sampling=sampling, draft=draft)
+        for draft in (None, NGram(k=4, min_match=1, adaptive=False, rule="coupled"))
     ]
     assert outs[0].finish_reason == outs[1].finish_reason == ["abort"]
     assert outs[0].token_ids(0) == outs[1].token_ids(0)

