@@ -73,7 +73,7 @@ def test_quantize_kv_by_hand() -> None:
     data, scales = quantize_kv(x, "fp8", jnp.bfloat16)
     assert data.dtype == jnp.float8_e4m3fn and scales.dtype == jnp.bfloat16
     np.testing.assert_allclose(f32(data[0]) * f32(scales[0]), f32(x[0]), rtol=2**-4)
-    with pytest.raises(ValueError, match="use int8, fp8 or int4"):
+    with pytest.raises(ValueError, match="use int8, int4, float8_e4m3"):
         quantize_kv(x, "int3")
     with pytest.raises(ValueError, match="even head width, not 3"):
         quantize_kv(x[:, :3], "int4")
