@@ -48,9 +48,11 @@ class GroupedMatmulBlocks:
         check_launch(self.num_warps, self.num_stages)
 
     @classmethod
-    def for_shape(cls, rows: int, experts: int) -> "GroupedMatmulBlocks":
-        """Return the sizes for `rows` in all, by an expert's mean share."""
-        return cls(block_rows=16 if rows <= 32 * experts else 64)
+    def for_shape(cls, rows: int, experts: int, gated: bool) -> "GroupedMatmulBlocks":
+        """Return the sizes for `rows` in all, by an expert's mean share; a gate doubles the sums
+        that a program holds.
+        """
+        return cls(block_rows=16 if rows <= 32 * experts else 64, block_out=32 if gated else 64)
 
 
 def _kernel(
@@ -151,7 +153,7 @@ def grouped_matmul(
             f"grouped_matmul in Triton: {activation!r} with weights {shape} of x {x.dtype}; there"
             f" are {', '.join(ACTIVATIONS)}"
         )
-    blocks = blocks or GroupedMatmulBlocks.for_shape(num_rows, experts)
+    blocks = blocks or GroupedMatmulBlocks.for_shape(num_rows, experts, up is not None)
     plans = tuple(_plan(w, x) for w in weights)
     if len({p.num_steps for p in plans}) > 1:
         names = (describe(w.format) if isinstance(w, QArray) else str(w.dtype) for w in weights)

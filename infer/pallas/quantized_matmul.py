@@ -62,12 +62,12 @@ class QuantizedMatmulBlocks:
         columns.
 
         Few rows: splits until there are 512 programs, of two steps at least.  Many rows:
-        tiles of 64 x 64.
+        tiles of 64 x 32.
         """
         if rows > 16:
-            return cls(block_rows=64 if rows > 32 else 32, block_out=64)
+            return cls(block_rows=32, num_warps=8)
         tiles = -(-out // 64)
-        return cls(splits=max(1, min(_PROGRAMS // tiles, num_steps // 2, 16)))
+        return cls(num_warps=8, splits=max(1, min(_PROGRAMS // tiles, num_steps // 2, 16)))
 
 
 def _kernel(
