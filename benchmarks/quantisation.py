@@ -67,7 +67,12 @@ def methods() -> dict[str, Any]:
         "GPTQ 3, act-order, zero point": GPTQ(
             bits=3, group_size=GROUP, symmetric=False, act_order=True, static_groups=True
         ),
-        "AWQ 4": AWQ(bits=4, group_size=GROUP),
+        "GPTQ 4, act-order, g32": GPTQ(bits=4, group_size=32, act_order=True, static_groups=True),
+        "AWQ 4": AWQ(bits=4, group_size=GROUP),  # with clipping
+        "AWQ 4, no clipping": AWQ(bits=4, group_size=GROUP, clip=False),
+        "AWQ 4, g32": AWQ(bits=4, group_size=32),
+        "AWQ + GPTQ 4": AWQ(bits=4, group_size=GROUP, rounding="gptq"),
+        "AWQ + GPTQ 4, g32": AWQ(bits=4, group_size=32, rounding="gptq"),
         "AWQ 3": AWQ(bits=3, group_size=GROUP),
         "LLM.int8()": LLMInt8(),
         "RTN 8 + int8 activations": RTN(bits=8, group_size="channel", activations="int8"),
@@ -94,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         quantisation_tables.write(RESULTS)
         return 0
+    if options.save and tuple(options.texts) != TEXTS:
+        raise SystemExit("--save is for figures on all texts; leave --texts or --save out")
     known = methods()
     target = RESULTS / f"quantisation-{options.model}.json"
     done = (
@@ -118,6 +125,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--model", default="smollm2-135m")
     p.add_argument("--methods", nargs="*", help="rows [default: those that are missing]")
+    p.add_argument("--texts", nargs="*", default=TEXTS, help="some of them, without --save")
     p.add_argument("--most", type=int, help="rows of this run at most")
     p.add_argument("--speed", action="store_true", help="time the methods instead, in turns")
     p.add_argument("--rounds", type=int, default=5, help="of --speed")
@@ -133,7 +141,7 @@ def measured(options: argparse.Namespace, asked: dict[str, Any]) -> Iterator[dic
     from infer.quantization import quantize
 
     model = infer.load(options.model)
-    texts = {name: windows_of(model.tokenizer, read_text(name)) for name in TEXTS}
+    texts = {name: windows_of(model.tokenizer, read_text(name)) for name in options.texts}
     calibration = calibration_of(model.tokenizer)
     names = list(asked)
     for start in range(0, len(names), SHARED):

@@ -64,7 +64,7 @@ def quantize(
         typer.Option(help="Rounded too: int8 with integers, token or block with fp8."),
     ] = None,
     damping: Annotated[
-        float | None, typer.Option(help="gptq: share of the Hessian's diagonal [default: 0.01].")
+        float | None, typer.Option(help="of gptq: share of the Hessian's diagonal [default: 0.01].")
     ] = None,
     act_order: Annotated[
         bool | None,
@@ -85,7 +85,7 @@ def quantize(
         typer.Option("--static/--dynamic", help="smoothquant: one stored scale, or one a token."),
     ] = None,
     rounding: Annotated[
-        str | None, typer.Option(help="smoothquant: rtn or gptq [default: rtn].")
+        str | None, typer.Option(help="smoothquant, awq: rtn or gptq [default: rtn].")
     ] = None,
     code: Annotated[
         str | None, typer.Option(help="e4m3 or e5m2 (fp8, mxfp8), e2m3 or e3m2 (mxfp6).")

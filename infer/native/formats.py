@@ -14,6 +14,7 @@ FORMATS = {
     "Q5_K": 9,
     "Q6_K": 10,
 }
+FLOAT_FORMATS = ("F32", "F16", "BF16")
 
 # Planar formats: integers by bits, without and with a zero point; 16 levels; 8-bit floats.
 INTEGERS = {2: 11, 3: 12, 4: 13, 5: 14, 6: 15, 8: 16}
@@ -32,20 +33,26 @@ def planar_number(kind: int, span: int, half: bool) -> int:
     return kind | half << 8 | span << 16
 
 
-def planar_refusal(code: str, group: int, width: int, ordered: bool) -> str:
+# How integers have their activations rounded, by what their format says: in groups of 32, a scale a
+# row, or one that is stored.  The numbers are those of gemm.h.
+ROUNDINGS = {"": 0, "int8": 1, "int8_static": 2}
+
+
+def planar_refusal(code: str, group: int, width: int, activations: str) -> str:
     """Return why the kernels cannot do a planar weight, or nothing.
 
     Args:
         code: what its codes mean: "int", or floats and levels.
         group: inputs that share a scale, 0 for all.
         width: inputs.
-        ordered: whether its columns are in an order of their own.
+        activations: how the format rounds them.
     """
-    unit = 32 if code == "int" else 2
-    if ordered:
-        return "its columns are in an order of their own (act_order without static_groups)"
     if width % 32:
         return f"the kernels take a width that is a multiple of 32, not {width}"
-    if group % unit:
-        return f"the kernels take groups that are a multiple of {unit}, not {group}"
+    if code != "int":
+        return f"the kernels take groups that are even, not {group}" if group % 2 else ""
+    if group % 32 and group != 16:
+        return f"the kernels take groups of 16 or a multiple of 32 integers, not {group}"
+    if activations not in ROUNDINGS:
+        return f"no kernel rounds activations to {activations} for integers"
     return ""

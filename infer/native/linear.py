@@ -4,7 +4,9 @@
     y_o  = sum over groups of d * (scale_o * sum(w q) + min_o * sum(q))
 
 `w`, `scale` and `min` are the codes, scales and minima of the weight's blocks, so that only the
-activations are rounded.  Weights that are floats take the activations unrounded.
+activations are rounded.  Integers whose format says how activations are rounded (`int8`: a scale a
+row; `int8_static`: a stored one) take them so.  Weights that are floats take the activations
+unrounded.
 
 The sums in a group are exact integers and the groups are added in order: a row's result has the
 same bits alone and in any batch, on any number of threads, with AVX2, AVX512 and AMX.
@@ -32,8 +34,12 @@ def linear(
     eps: float = 0.0,
     biases: Sequence[Float[Array, " _"] | None] | None = None,
     residual: Float[Array, "T O"] | None = None,
+    rounding: int = 0,
+    act_scale: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "T _"], ...]:
     """Return n @ w.T (+ bias) (+ residual) for each weight; n is x, or its RMS norm.
+
+    What a `Packed` says of its inputs' order and rounding is the caller's to do.
 
     Args:
         x: activations, float32.
@@ -42,6 +48,8 @@ def linear(
         eps: of the norm.
         biases: one or None for each weight.
         residual: added to the result of the only weight.
+        rounding: of activations, for integers: one of `formats.ROUNDINGS`.
+        act_scale: of rounding 2.
 
     Raises:
         NotImplementedError: the native operations cannot be used here.
@@ -59,21 +67,25 @@ def linear(
         _check_width(weight, x.shape[1])
         _check("bias", bias, (weight.shape[0],))
     _check("residual", residual, (x.shape[0], weights[0].shape[0]))
+    if (rounding == 2) != (act_scale is not None):
+        raise ValueError(f"rounding is {rounding}; act_scale goes with 2, and with that alone")
+    _check("act_scale", act_scale, ())
     call = jax.ffi.ffi_call(
         "infer_linear",
         tuple(jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32) for w in weights),
         vmap_method="sequential",
     )
-    given = [a for a in (norm_gain, *(w.data for w in weights), *biases, residual) if a is not None]
+    given = (norm_gain, act_scale, *(w.data for w in weights), *biases, residual)
     return tuple(
         call(
             x,
-            *given,
+            *(a for a in given if a is not None),
             formats=_int64s([w.number for w in weights]),
             has_bias=_int64s([b is not None for b in biases]),
             has_gain=norm_gain is not None,
             has_residual=residual is not None,
             eps=np.float32(eps),
+            rounding=np.int64(rounding),
         )
     )
 

@@ -20,6 +20,7 @@ from infer import native
 from infer.native.formats import (
     E4M3,
     E5M2,
+    FLOAT_FORMATS,
     FORMATS,
     INTEGERS,
     INTEGERS_WITH_ZERO,
@@ -49,6 +50,9 @@ class Packed:
     format: str = static(kw_only=True)  # a key of FORMATS, or the name of a planar format
     shape: tuple[int, ...] = static(kw_only=True)
     planar: int = static(kw_only=True, default=0)  # of a planar format, see `planar_number`
+    activations: str = static(kw_only=True, default="")  # as of PlanarFormat
+    perm: Leaf = None  # int32 [in]: column j of the panels is input perm[j]
+    act_scale: Leaf = None  # float32 []: of activations whose scale is static
 
     @property
     def number(self) -> int:
@@ -56,9 +60,15 @@ class Packed:
         return self.planar or FORMATS[self.format]
 
     @property
+    def is_integer(self) -> bool:
+        """Whether activations meet it as 8-bit integers."""
+        kinds = (*INTEGERS.values(), *INTEGERS_WITH_ZERO.values())
+        return self.planar & 255 in kinds if self.planar else self.format not in FLOAT_FORMATS
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the packed weight, scales included."""
-        return self.data.nbytes
+        return sum(p.nbytes for p in (self.data, self.perm, self.act_scale) if p is not None)
 
 
 def repack(
@@ -129,11 +139,7 @@ def repack(
 
 
 def _repack_planar(library: Any, weight: QArray, format: PlanarFormat) -> Packed:
-    """Return a planar weight in panels; its scales are rounded no further.
-
-    Activations of integers are rounded to 8 bits in groups of 32, whatever the format says of them;
-    those of other codes are not rounded.
-    """
+    """Return a planar weight in panels; its scales are rounded no further."""
     # Shapes that do not belong together would be read past their ends.
     weight = QArray.planar(
         weight.data,
@@ -146,7 +152,7 @@ def _repack_planar(library: Any, weight: QArray, format: PlanarFormat) -> Packed
         act_scale=weight.act_scale,
     )
     out, width = weight.shape
-    refusal = planar_refusal(format.code, format.group, width, weight.perm is not None)
+    refusal = planar_refusal(format.code, format.group, width, format.activations)
     if refusal:
         raise NotImplementedError(f"no native kernel for weights in {format.name}: {refusal}")
     span = min(format.group or width, width)
@@ -181,7 +187,16 @@ def _repack_planar(library: Any, weight: QArray, format: PlanarFormat) -> Packed
         width,
         address(data),
     )
-    return Packed(_on_cpu(data), format=format.name, shape=(out, width), planar=number)
+    part = lambda value: None if value is None else _on_cpu(np.asarray(value))
+    return Packed(
+        _on_cpu(data),
+        format=format.name,
+        shape=(out, width),
+        planar=number,
+        activations=format.activations,
+        perm=part(weight.perm),
+        act_scale=part(weight.act_scale),
+    )
 
 
 def _codes(weight: QArray, format: PlanarFormat) -> np.ndarray:

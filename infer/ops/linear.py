@@ -15,11 +15,12 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from infer.native.formats import ROUNDINGS
 from infer.native.repack import Packed
 from infer.ops import choice
 from infer.ops.activation import gated_activation
 from infer.ops.norm import rms_norm
-from infer.ops.quantized import quantized_product
+from infer.ops.quantized import quantized_product, round_activations
 from infer.quant.qarray import QArray, take_rows
 
 # Gain and epsilon of an RMSNorm; None is no norm.
@@ -148,7 +149,7 @@ def gated_mlp(
     """
     gate, up, down = weights
     plain = all(bias is None for bias in biases) and activation != "gelu"
-    if plain and _all_packed(weights):
+    if plain and _all_packed(weights) and all(map(_takes_rows, weights)):
         return _native_mlp(x, gate, up, down, activation, norm, residual, implementation)
     g, u = linears(x, (gate, up), biases[:2], norm=norm, implementation=implementation)
     inner = gated_activation(g, u, activation, implementation)
@@ -165,7 +166,8 @@ def embed(
     if isinstance(weight, Packed):
         from infer.native.embed import embed as rows_of
 
-        return rows_of(weight, tokens.reshape(-1)).reshape(*tokens.shape, -1).astype(dtype)
+        rows = rows_of(weight, tokens.reshape(-1)).reshape(*tokens.shape, -1).astype(dtype)
+        return rows if weight.perm is None else jnp.take(rows, jnp.argsort(weight.perm), axis=-1)
     if isinstance(weight, QArray):
         return take_rows(weight, tokens, dtype)
     return weight.at[tokens].get(mode="clip").astype(dtype)
@@ -188,8 +190,41 @@ def _native(
     only_native("linear", implementation)
     f32 = lambda a: None if a is None else a.astype(jnp.float32)
     gain, eps = (None, 0.0) if norm is None else norm
-    x = x.astype(jnp.float32)
-    return kernel(x, weights, f32(gain), eps, tuple(map(f32, biases)), f32(residual))
+    x, gain, biases = x.astype(jnp.float32), f32(gain), tuple(map(f32, biases))
+    if all(map(_takes_rows, weights)):
+        return kernel(x, weights, gain, eps, biases, f32(residual))
+    one = lambda w, bias: _native_own(x, w, bias, gain, eps, f32(residual))
+    return tuple(one(w, bias) for w, bias in zip(weights, biases, strict=True))
+
+
+def _takes_rows(weight: Packed) -> bool:
+    """Return whether a weight takes rows as they are: in order, rounded as the kernels do."""
+    return weight.perm is None and not weight.activations
+
+
+def _native_own(
+    x: Array,
+    weight: Packed,
+    bias: Array | None,
+    gain: Array | None,
+    eps: float,
+    residual: Array | None,
+) -> Array:
+    """Return the product of a weight that has its inputs in an order or a rounding of its own."""
+    from infer.native.linear import linear as kernel
+
+    if weight.perm is not None:  # the norm of a row does not depend on its order
+        x = jnp.take(x, weight.perm, axis=1)
+        gain = None if gain is None else jnp.take(gain, weight.perm)
+    rounding, act_scale = 0, None
+    if weight.is_integer:
+        rounding = ROUNDINGS[weight.activations]
+        act_scale = weight.act_scale
+    elif weight.activations:
+        if gain is not None:
+            x, gain = rms_norm(x, gain, eps, "xla"), None
+        x = round_activations(x, weight.activations, weight.act_scale)
+    return kernel(x, (weight,), gain, eps, (bias,), residual, rounding, act_scale)[0]
 
 
 def _native_mlp(

@@ -50,27 +50,34 @@ def quantized_product(x: Float[Array, "T I"], weight: QArray) -> Float[Array, "T
         return _tiled(weight, lambda w: _dot(x, w), x.dtype)
     if format.activations in ("int8", "int8_static") and format.code == "int" and not format.group:
         return _integers(x.astype(jnp.float32), weight, format)
-    rounded = round_activations(x.astype(jnp.float32), weight).astype(x.dtype)
+    rounded = round_activations(x.astype(jnp.float32), format.activations, weight.act_scale)
+    rounded = rounded.astype(x.dtype)
     return _tiled(weight, lambda w: _dot(rounded, w), x.dtype)
 
 
-def round_activations(x: Float[Array, "T I"], weight: QArray) -> Float[Array, "T I"]:
-    """Return the activations x', float32, as the format of `weight` rounds them."""
-    assert isinstance(weight.format, PlanarFormat)
-    how = weight.format.activations
+def round_activations(
+    x: Float[Array, "T I"], how: str, act_scale: Float[Array, ""] | None = None
+) -> Float[Array, "T I"]:
+    """Return the activations x', float32.
+
+    Args:
+        x: activations, float32.
+        how: the format's `activations`, not "".
+        act_scale: of the weight, where that is static.
+    """
     if how == "outliers":
         outlier = jnp.abs(x) >= OUTLIER
         q, s = int8_activations(jnp.where(outlier, 0.0, x))
         return jnp.where(outlier, x, q.astype(jnp.float32) * s)
     if how in ("int8", "int8_static"):
-        q, s = int8_activations(x, weight.act_scale)
+        q, s = int8_activations(x, act_scale)
         return q.astype(jnp.float32) * s
     if how == "e4m3_128":
         width = x.shape[1]
         blocks = jnp.pad(x, ((0, 0), (0, -width % 128))).reshape(x.shape[0], -1, 128)
         return _e4m3(blocks, None).reshape(x.shape[0], -1)[:, :width]
     assert how in ("e4m3", "e4m3_static"), how
-    return _e4m3(x, weight.act_scale)
+    return _e4m3(x, act_scale)
 
 
 def int8_activations(

@@ -66,6 +66,7 @@ def gptq(
     convention: str = "full",
     act_order: bool = False,
     static_groups: bool = False,
+    clip: Float[Array, "R Q"] | Float[Array, ""] | float = 1.0,
 ) -> tuple[QArray, Bool[Array, ""]]:
     """Return `w` rounded to integers of this format, and whether the factorisation succeeded.
 
@@ -78,6 +79,7 @@ def gptq(
         act_order: columns by falling energy; `perm` of the result says which, unless the groups
             are static.
         static_groups: scales from the original weight.
+        clip: share of each group's range that is kept, where scales are from the original weight.
     """
     w = w.astype(jnp.float32)
     out, width = w.shape
@@ -85,7 +87,8 @@ def gptq(
     h = jnp.where(jnp.diag(dead), jnp.float32(1), h)
     w = jnp.where(dead[None, :], jnp.float32(0), w)
     # A scale a row, or one for all, is found at once too.
-    fixed = _fixed_grid(w, format, convention) if static_groups or not format.group else None
+    static = static_groups or not format.group
+    fixed = _fixed_grid(w, format, convention, clip) if static else None
     order = order_by_energy(h) if act_order else jnp.arange(width, dtype=jnp.int32)
     factor, ok = inverse_factor(h[order][:, order], damping)
     grid = None
@@ -104,9 +107,11 @@ def gptq(
     return packed, ok
 
 
-def _fixed_grid(w: Array, format: PlanarFormat, convention: str) -> tuple[Array, Array]:
+def _fixed_grid(
+    w: Array, format: PlanarFormat, convention: str, clip: Array | float
+) -> tuple[Array, Array]:
     """Return scales float32 and zero points uint8 [R, Q] of the weight as it is."""
-    grid = rtn.quantize_int(w, format, convention)
+    grid = rtn.quantize_int(w, format, convention, clip)
     middle = jnp.full(grid.scale.shape, np.uint8(1 << (format.bits - 1)))
     return grid.scale.astype(jnp.float32), middle if grid.zero is None else grid.zero
 

@@ -300,17 +300,29 @@ class AWQ(RTN):
     Args:
         bits: as of RTN, like `group_size` to `activations`; not symmetric by default.
         clip: search the share of each group's range too (not of queries and keys).
+        rounding: how codes are found under the scales of the search: "rtn", to nearest; "gptq",
+            with columns of most energy first.
+        damping: of "gptq", see `GPTQ`.
 
-    Source: arXiv 2306.00978.
+    Source: arXiv 2306.00978; GPTQ after it is ours, with the inputs' Hessian scaled likewise.
     """
 
     calibrated = True
     symmetric: bool = False
     clip: bool = True
+    rounding: str = "rtn"
+    damping: float = 0.01
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _one_of("clip", self.clip, (True, False))
+        _one_of("rounding", self.rounding, ("rtn", "gptq"))
+        _share("damping", self.damping, 1e-15, 1)
+        if self.rounding == "rtn" and self.damping != 0.01:
+            raise ConfigError(
+                f"damping is {self.damping:g} and rounding 'rtn', which damps nothing; leave it"
+                " out, or set rounding='gptq'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ def _smoothquant(*, rounding: str = "rtn", **options: Any) -> SmoothQuant:
 METHODS: dict[str, Named] = {
     "rtn": Named(RTN, _INTEGERS),
     "gptq": Named(GPTQ, (*_INTEGERS, "damping", "act_order", "static_groups")),
-    "awq": Named(AWQ, (*_INTEGERS, "clip")),
+    "awq": Named(AWQ, (*_INTEGERS, "clip", "rounding", "damping")),
     "smoothquant": Named(
         _smoothquant,
         (

@@ -157,7 +157,7 @@ def _checked_tokens(params: Params, calibration: Any, methods: Mapping[str, Meth
         )
     shapes = _shapes(params)
     widest = max(
-        (shapes[path][1] for path, m in methods.items() if isinstance(_rounding(m), GPTQ)),
+        (shapes[path][1] for path, m in methods.items() if _factorises(m)),
         default=64,
     )
     if tokens.size < widest:
@@ -168,9 +168,10 @@ def _checked_tokens(params: Params, calibration: Any, methods: Mapping[str, Meth
     return tokens
 
 
-def _rounding(method: Method) -> Method:
-    """Return the method that finds the codes."""
-    return method.weights if isinstance(method, SmoothQuant) else method
+def _factorises(method: Method) -> bool:
+    """Return whether the codes are found by GPTQ, which needs a Hessian of full rank."""
+    inner = method.weights if isinstance(method, SmoothQuant) else method
+    return isinstance(inner, GPTQ) or (isinstance(inner, AWQ) and inner.rounding == "gptq")
 
 
 def _embedded(params: Params, tokens: np.ndarray) -> tuple[list[Array], int, dict[Any, Any]]:
@@ -286,17 +287,21 @@ def _round(method: Method, path: str, matrix: str, w: Array, seen: Seen | None) 
     if isinstance(method, GPTQ):
         assert seen is not None
         return _gptq(method, path, w, seen)
-    if isinstance(method, AWQ) and method.clip and matrix not in ("q", "k"):
-        assert seen is not None
-        clip = awq.search_clip(method, w, seen.gram)
-        return _checked(path, _pack_int(method, w, clip))
     if isinstance(method, AWQ):
-        return _checked(path, _pack_int(method, w, jnp.float32(1)))
+        assert seen is not None
+        clip = jnp.float32(1)
+        if method.clip and matrix not in ("q", "k"):
+            clip = awq.search_clip(method, w, seen.gram)
+        if method.rounding == "gptq":
+            return _gptq(method, path, w, seen, clip)
+        return _checked(path, _pack_int(method, w, clip))
     return _pack(method, path, w)
 
 
-def _gptq(method: GPTQ, path: str, w: Array, seen: Seen) -> QArray:
+def _gptq(method: GPTQ | AWQ, path: str, w: Array, seen: Seen, clip: Array | float = 1.0) -> QArray:
+    """Return one matrix with codes by GPTQ; those of AWQ under the scales of its search."""
     gram = seen.gram * (2 / seen.count)
+    ours = isinstance(method, AWQ)
     for factor in _DAMPINGS:
         packed, ok = gptq(
             w,
@@ -304,8 +309,9 @@ def _gptq(method: GPTQ, path: str, w: Array, seen: Seen) -> QArray:
             jnp.float32(method.damping * factor),
             format=method.format_for((w.shape[0], w.shape[1])),
             convention=method.convention,
-            act_order=method.act_order,
-            static_groups=method.static_groups,
+            act_order=ours or method.act_order,
+            static_groups=ours or method.static_groups,
+            clip=clip,
         )
         if bool(ok):
             return _checked(path, packed)

@@ -33,7 +33,7 @@ def summarise_folder(path: Path) -> Summary:
     text = hf.section("text_config") or hf
     with SafetensorsFolder.open(folder) as files:
         form = packed_form.of_config(hf.values, hf.where)
-        tensors, in_files = logical_tensors(files.tensors, form), set(files.tensors)
+        tensors = logical_tensors(files.tensors, form)
     layers = _layers(folder, text, len(tensors))
     sliding = [layer.window for layer in layers if layer.window is not None]
     num_params = sum(math.prod(t.shape) for t in tensors)
@@ -62,7 +62,7 @@ def summarise_folder(path: Path) -> Summary:
         tokenizer="tokenizer.json" if folder.member("tokenizer.json") else None,
         pre_tokenizer=None,
         chat_template=bool(chat_templates(folder)),
-        quantisation=None if form is None else _quantisation(form, tensors, in_files),
+        quantisation=None if form is None else _quantisation(form, tensors),
     )
 
 
@@ -108,8 +108,8 @@ def logical_tensors(
     ]
 
 
-def _quantisation(form: PackedForm, tensors: list[LogicalTensor], names: set[str]) -> Quantisation:
-    """Return what a folder's form says; `names` are those of its files' tensors."""
+def _quantisation(form: PackedForm, tensors: list[LogicalTensor]) -> Quantisation:
+    """Return what a folder's form says."""
     packed = [t for t in tensors if t.name in form.weights]
     found = totals(packed)
     return Quantisation(
@@ -122,17 +122,16 @@ def _quantisation(form: PackedForm, tensors: list[LogicalTensor], names: set[str
         },
         calibration=form.calibration,
         in_xla=tuple(
-            sorted({t.type_name for t in packed if not _has_kernel(t, form.weights[t.name], names)})
+            sorted({t.type_name for t in packed if not _has_kernel(t, form.weights[t.name])})
         ),
     )
 
 
-def _has_kernel(tensor: LogicalTensor, format: Format, names: set[str]) -> bool:
+def _has_kernel(tensor: LogicalTensor, format: Format) -> bool:
     """Return whether the CPU's native operations multiply a packed weight."""
     if not isinstance(format, PlanarFormat):
         return format.name in FORMATS and tensor.shape[1] % 32 == 0
-    ordered = f"{tensor.name}.perm" in names
-    return not planar_refusal(format.code, format.group, tensor.shape[1], ordered)
+    return not planar_refusal(format.code, format.group, tensor.shape[1], format.activations)
 
 
 def _layers(folder: ModelFolder, text: HFConfig, num_tensors: int) -> tuple[AttentionShape, ...]:

@@ -46,6 +46,10 @@ def results() -> dict[str, list[np.ndarray]]:
     for method in (RTN(bits=3, group_size=64, symmetric=False), RTN(bits=8), NF4(), FP8()):
         w = repack(method.pack(jnp.asarray(random_rows(100, 256, seed=7))))
         results[f"linear {method}"] = list(linear(x, (w,)))
+    for bits in (2, 5, 8):  # scales of half a group, one for the activations of a row
+        method = RTN(bits=bits, group_size=16, symmetric=False)
+        w = repack(method.pack(jnp.asarray(random_rows(100, 256, seed=7))))
+        results[f"linear {method}"] = list(linear(x, (w,), norm_gain=gain, rounding=1))
     logits = jnp.asarray(np.random.default_rng(6).standard_normal((6, 9000), np.float32) * 4)
     results["logsumexp"] = [logsumexp(logits)]
     of = lambda *values: jnp.asarray(values, jnp.float32)

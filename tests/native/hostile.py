@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer import native
-from infer.native.formats import FORMATS, LEVELS, planar_number
+from infer.native.formats import E4M3, E5M2, FORMATS, LEVELS, planar_number
 
 # Bytes of 16 rows of one block, and its width: gemm.h.
 _BLOCKS = {
@@ -72,6 +72,8 @@ def _weight(
         kind = int(rng.integers(11, 26))
         unit = 2 if kind >= LEVELS else 32
         span = unit * int(rng.integers(1, width // unit + 1))
+        if kind < LEVELS and rng.integers(3) == 0:
+            span = 16
         number = planar_number(kind, span, bool(rng.integers(2)))
         library = native.library()
         library.infer_native_panel_bytes.restype = ctypes.c_int64
@@ -89,11 +91,14 @@ def linear(rng: np.random.Generator) -> Call:
     weights = [_weight(rng, out, width) for out in outs]
     has_bias = rng.integers(0, 2, len(outs))
     gain, residual = bool(rng.integers(2)), len(outs) == 1 and bool(rng.integers(2))
+    floats = (FORMATS["F32"], FORMATS["F16"], FORMATS["BF16"], LEVELS, E4M3, E5M2)
+    rounding = 0 if any(f & 255 in floats for _, f in weights) else int(rng.integers(3))
     return Call(
         "infer_linear",
         [
             _f32(rng, rows, width),
             *([_f32(rng, width)] if gain else []),
+            *([np.float32(0.1)] if rounding == 2 else []),
             *(data for data, _ in weights),
             *(_f32(rng, out) for out, b in zip(outs, has_bias, strict=True) if b),
             *([_f32(rng, rows, outs[0])] if residual else []),
@@ -105,6 +110,7 @@ def linear(rng: np.random.Generator) -> Call:
             "has_gain": gain,
             "has_residual": residual,
             "eps": np.float32(1e-5),
+            "rounding": np.int64(rounding),
         },
     )
 

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from infer.models.params import LayerParams
-from infer.quant.gptq import hessian
+from infer.quant import rtn
+from infer.quant.gptq import gptq, hessian
 from infer.quant.methods import AWQ
+from infer.quant.qarray import dequantize
 from infer.quantization.awq import search_clip, search_scale
 from infer.quantization.observe import Seen
 from infer.quantization.scaling import smooth_scale
@@ -98,6 +100,24 @@ def test_the_share_of_a_range_is_that_of_the_least_error_of_the_product():
     chosen = np.take_along_axis(np.stack(losses, -1), index[..., None], -1)[..., 0]
     np.testing.assert_allclose(chosen, np.min(losses, 0), rtol=1e-3)
     assert (got < 1).any()
+
+
+def test_gptq_under_clipped_scales_keeps_them_and_errs_less():
+    method = AWQ(bits=4, group_size=GROUP, rounding="gptq")
+    w = jnp.asarray(np.random.default_rng(1).standard_t(2, (8, 32)), jnp.float32)
+    gram = hessian(jnp.asarray(residual()))
+    format = method.format_for((8, 32))
+    clip = search_clip(method, w, gram)
+    nearest = rtn.quantize_int(w, format, method.convention, clip)
+    packed, ok = gptq(
+        w, gram, jnp.float32(0.01), format=format, act_order=True, static_groups=True, clip=clip
+    )
+    assert bool(ok) and packed.perm is None
+    np.testing.assert_array_equal(packed.scale, nearest.scale)
+    np.testing.assert_array_equal(packed.zero, nearest.zero)
+    errors = [np.asarray(dequantize(q) - w, np.float64) for q in (packed, nearest)]
+    mine, theirs = (np.einsum("oi,ij,oj->", e, np.asarray(gram, np.float64), e) for e in errors)
+    assert mine < 0.9 * theirs
 
 
 def test_smoothing_by_hand():

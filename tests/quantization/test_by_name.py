@@ -27,6 +27,11 @@ def _params() -> Params:
         ("rtn", {"bits": 3, "group_size": 32}, quant.RTN(bits=3, group_size=32)),
         ("gptq", {"act_order": True}, quant.GPTQ(act_order=True)),
         ("awq", {"clip": False, "symmetric": True}, quant.AWQ(clip=False, symmetric=True)),
+        (
+            "awq",
+            {"rounding": "gptq", "damping": 0.1},
+            quant.AWQ(rounding="gptq", damping=0.1),
+        ),
         ("smoothquant", {"alpha": 0.8, "static": True}, quant.SmoothQuant(alpha=0.8, static=True)),
         (
             "smoothquant",

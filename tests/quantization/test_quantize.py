@@ -99,6 +99,7 @@ COMPOSED: dict[str, Method] = {
     ),
     "gptq": GPTQ(bits=4, group_size=16),
     "awq": AWQ(bits=4, group_size=16),
+    "awq-gptq": AWQ(bits=4, group_size=16, rounding="gptq"),
 }
 
 
@@ -107,6 +108,7 @@ COMPOSED: dict[str, Method] = {
     [
         *((m, "awq") for m in MODELS),
         ("gqa-tied", "gptq"),
+        ("gqa-tied", "awq-gptq"),
         ("biases", "smooth"),
         ("parallel", "smooth-gptq"),
         ("post-norms", "smooth"),
@@ -285,6 +287,8 @@ def test_a_model_is_no_params():
         (lambda: RTN(symmetric="no"), "symmetric is 'no'; use True, False"),  # type: ignore[arg-type]
         (lambda: GPTQ(damping=None), "damping is None; use a number"),  # type: ignore[arg-type]
         (lambda: SmoothQuant(alpha=None), "alpha is None; use a number"),  # type: ignore[arg-type]
+        (lambda: AWQ(rounding="gptqq"), "rounding is 'gptqq'; use 'rtn', 'gptq'"),
+        (lambda: AWQ(damping=0.1), "damping is 0.1 and rounding 'rtn', which damps nothing"),
         (lambda: NF4(group_size="tensor"), "group_size is 'tensor'; use a number"),  # type: ignore[arg-type]
         (lambda: RTN(group_size=True), "group_size is True"),
     ],

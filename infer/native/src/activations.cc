@@ -178,9 +178,10 @@ ffi::Error check_weight(const char* name, const ffi::AnyBuffer& data, int64_t fo
     return invalid("%s has the format %lld; formats are 0 to %d", name,
                    static_cast<long long>(format), kFormats - 1);
   }
-  if (is_planar(f) && (spec.span < 1 || spec.span > in || spec.span % span_unit(f) != 0)) {
-    return invalid("%s has a scale for each %lld inputs of %lld; it must be a multiple of %d", name,
-                   static_cast<long long>(spec.span), static_cast<long long>(in), span_unit(f));
+  if (is_planar(f) && (spec.span > in || !span_fits(f, spec.span))) {
+    return invalid("%s has a scale for each %lld inputs of %lld; it must be %s", name,
+                   static_cast<long long>(spec.span), static_cast<long long>(in),
+                   is_float(f) ? "a multiple of 2" : "16, or a multiple of 32");
   }
   if (in % block_width(f) != 0 || out < 1 || out > 1 << 28) {
     return invalid("%s is [%lld, %lld], and its format has blocks of %d along the input", name,

@@ -89,20 +89,42 @@ float from_e4m3(uint8_t code) {
   return from_f16(reinterpret_cast<const uint8_t*>(&h)) * 256.0f;
 }
 
+// The scale of row `lane` at p, which global does not change.
+float scale_at(const Weight& w, const uint8_t* p, int lane) {
+  if (w.half) return from_f16(p + 2 * lane);
+  float scale;
+  std::memcpy(&scale, p + 4 * lane, 4);
+  return scale;
+}
+
+int zero_at(const Weight& w, const uint8_t* p, int lane) {
+  return has_zero(w.format) ? p[(w.half ? 2 : 4) * kPanel + lane]
+                            : 1 << (planar_bits(w.format) - 1);
+}
+
+void row_of_halves(const Weight& w, const uint8_t* p, int lane, float* y) {
+  const int bits = planar_bits(w.format);
+  const CodeAt code = code_at_of(bits);
+  const int64_t scales = scale_bytes(w.format, w.half);
+  p += sizeof(PlanarHeader);
+  for (int g = 0; g < w.in / kGroup; ++g, p += 2 * scales + 2 * bits * kGroup) {
+    for (int k = 0; k < kGroup; ++k) {
+      const uint8_t* own = p + k / kHalfGroup * scales;
+      const int value = code(p + 2 * scales, lane, k) - zero_at(w, own, lane);
+      *y++ = static_cast<float>(value) * scale_at(w, own, lane);
+    }
+  }
+}
+
 void row_of_planar(const Weight& w, const uint8_t* p, int lane, float* y) {
+  if (is_halved(w.format, w.span)) return row_of_halves(w, p, lane, y);
   const auto& header = *reinterpret_cast<const PlanarHeader*>(p);
-  const int bits = planar_bits(w.format), size = w.half ? 2 : 4;
+  const int bits = planar_bits(w.format);
   const CodeAt code = code_at_of(bits);
   p += sizeof header;
   for (int start = 0; start < w.in; start += w.span) {
-    float scale;
-    if (w.half) {
-      scale = from_f16(p + 2 * lane);
-    } else {
-      std::memcpy(&scale, p + 4 * lane, 4);
-    }
-    int zero = 1 << (bits - 1);
-    if (has_zero(w.format)) zero = p[size * kPanel + lane];
+    float scale = scale_at(w, p, lane);
+    const int zero = zero_at(w, p, lane);
     if (is_float(w.format)) scale *= header.global;
     p += scale_bytes(w.format, w.half);
     const int n = std::min(w.span, w.in - start);

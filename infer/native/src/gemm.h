@@ -6,6 +6,8 @@
 //     d = max|x| / 127,  q = round(x / d)
 //     y_o = sum over groups of d * (scale_o * sum(w q) + min_o * sum(q))
 //
+// or, where a format names its own rounding of activations, with one d for the row (Rounding).
+//
 // The sums in a group are exact in int32, and each lane adds its groups in order with one chain of
 // fused multiply-adds.  So the bits of a row's result depend on that row and the weight alone: not
 // on the other rows, the tile, the thread or the instruction set.
@@ -71,8 +73,17 @@ struct PlanarHeader {
 };
 static_assert(sizeof(PlanarHeader) == 128);
 
-// What a span is a multiple of.
-inline int span_unit(Format format) { return is_float(format) ? 2 : 32; }
+// Integers whose scales are of half a group: they lie by group, two times scales (and zero points)
+// before its codes.
+constexpr int kHalfGroup = 16;
+inline bool is_halved(Format format, int64_t span) {
+  return is_planar(format) && !is_float(format) && span == kHalfGroup;
+}
+
+// Whether the kernels can do a span.
+inline bool span_fits(Format format, int64_t span) {
+  return span > 0 && (span % (is_float(format) ? 2 : kGroup) == 0 || is_halved(format, span));
+}
 
 inline int planar_bits(Format format) {
   constexpr int kBits[] = {2, 3, 4, 5, 6, 8, 2, 3, 4, 5, 6, 8, 4, 8, 8};
@@ -128,6 +139,10 @@ struct Weight {
   const uint8_t* panel(int p) const { return data + p * bytes; }
 };
 
+// What one d of the quantised activations is of: a group of 32; a row, max|x| / 127 over it; or of
+// everything, given.
+enum class Rounding : int { kGroup = 0, kRow = 1, kGiven = 2 };
+
 // Rows of activations [rows, in], quantised, as floats, or both: whatever the weights need.  The
 // quantised ones lie group by group, and in a group row by row, within each block of rows: what
 // meets one group of weights is side by side.
@@ -140,6 +155,8 @@ struct Rows {
   float* d_sum;         // likewise: d times the sum of the group's q
   int32_t* minus_sum;   // likewise: less the sum of the group's q
   int32_t* minus_half;  // [blocks, in / 32, stride, 2]: less the sums of its halves
+  Rounding rounding;    // kGroup unless set
+  float given;          // d of kGiven
 
   int64_t at(int row, int group) const {
     return (static_cast<int64_t>(row / kRowBlock) * (in / kGroup) + group) * stride +
@@ -154,7 +171,7 @@ struct Kernels {
   // is to.q, copied if there is to.x.
   void (*prepare)(const float* x, const float* gain, float eps, const Rows& to, int row);
 
-  // The same of one group x [32].
+  // The same of one group x [32], rounded as a group.
   void (*prepare_group)(const float* x, const Rows& to, int row, int group);
 
   // ya [count, 16] := rows [row, row + count) times the panel `a` of the weight, and yb likewise with

@@ -146,7 +146,7 @@ void panels_amx(const Weight& w, const uint8_t* a, const uint8_t* b, const Rows&
                 int count, float* ya, float* yb) {
   const auto number = static_cast<int>(w.format);
   const bool planar = is_planar(w.format);  // runs of groups of any length: as with AVX512
-  (planar ? kPanels : kTilesPanels)[number](w, a, b, x, row, count, ya, yb);
+  (planar ? panels : kTilesPanels[number])(w, a, b, x, row, count, ya, yb);
 }
 
 inline constexpr Kernels kAmxKernels{prepare, prepare_group, panels_amx,     finish,

@@ -66,7 +66,8 @@ struct Group {
   U8x64 codes[8];
   F32 scale;
   F32 min;     // only where the format has minima
-  F32 c0, c1;  // only Q6_K: scales of the two halves
+  F32 c0, c1;  // only where halves have scales of their own: those
+  F32 m0, m1;  // and only of integers with zero points: their minima
 };
 
 // What a weight's blocks are like: the same for every weight of GGUF's formats.
@@ -207,20 +208,61 @@ struct Planar {
   }
 };
 
+// The same with a scale for each 16: scales and zero points of both halves, then 32 codes.
+template <int bits_, bool has_zero_>
+struct PlanarHalves {
+  using Whole = Planar<bits_, has_zero_>;
+  static constexpr int kBits = bits_, kZero = 1 << (bits_ - 1);
+  static constexpr bool kHasMin = false, kHalves = true;
+  static constexpr int kPanelHeader = sizeof(PlanarHeader);
+  static constexpr int kGroupBytes = 64 * bits_;
+  Whole whole;
+  explicit PlanarHalves(const Weight& w) : whole(w) {}
+  static constexpr int groups() { return 1; }
+  int header_bytes() const { return 2 * whole.bytes; }
+  struct Header {
+    typename Whole::Header low, high;
+  };
+  INFER_INLINE Header header(const uint8_t* p) const {
+    return {whole.header(p), whole.header(p + whole.bytes)};
+  }
+  static INFER_INLINE void group(const Header& h, const uint8_t* p, Group& g) {
+    Whole::group(h.low, p, g);
+    g.scale = set1(1.0f);
+    g.c0 = h.low.scale;
+    g.c1 = h.high.scale;
+    if constexpr (has_zero_) {
+      g.m0 = h.low.min;
+      g.m1 = h.high.min;
+    }
+  }
+};
+
+template <typename F>
+inline constexpr bool kHalfMins = false;
+template <int bits>
+inline constexpr bool kHalfMins<PlanarHalves<bits, true>> = true;
+
 // ---- Products ---------------------------------------------------------------------------------
 
 INFER_INLINE F32 add_halves(I32 low, I32 high, const Group& w) {
   return fma(to_f32(high), w.c1, mul(to_f32(low), w.c0));
 }
 
-// The sum over one group of one row, as a float: an integer of at most 2^24, so exact.
+// The sum over one group of one row, as a float: an integer of at most 2^24, so exact, unless its
+// halves have scales of their own.
 template <typename F>
 INFER_INLINE F32 group_sum(const Group& w, const int8_t* q, const int32_t* minus_sum,
                            const int32_t* minus_half) {
   if constexpr (F::kHalves) {
     const I32 low = dot<F::kBits, F::kZero, 4>(w.codes, q, minus_half[0]);
     const I32 high = dot<F::kBits, F::kZero, 4>(w.codes + 4, q + 16, minus_half[1]);
-    return add_halves(low, high, w);
+    F32 s = add_halves(low, high, w);
+    if constexpr (kHalfMins<F>) {
+      s = fma(w.m0, set1(-static_cast<float>(minus_half[0])), s);
+      s = fma(w.m1, set1(-static_cast<float>(minus_half[1])), s);
+    }
+    return s;
   } else {
     return to_f32(dot<F::kBits, F::kZero, 8>(w.codes, q, F::kZero ? *minus_sum : 0));
   }
@@ -429,9 +471,22 @@ constexpr Panels kPanels[kFormats] = {
     float_panels<Format::kE5M2>,
 };
 
+constexpr Panels kHalfPanels[] = {
+    quant_panels<PlanarHalves<2, false>>, quant_panels<PlanarHalves<3, false>>,
+    quant_panels<PlanarHalves<4, false>>, quant_panels<PlanarHalves<5, false>>,
+    quant_panels<PlanarHalves<6, false>>, quant_panels<PlanarHalves<8, false>>,
+    quant_panels<PlanarHalves<2, true>>,  quant_panels<PlanarHalves<3, true>>,
+    quant_panels<PlanarHalves<4, true>>,  quant_panels<PlanarHalves<5, true>>,
+    quant_panels<PlanarHalves<6, true>>,  quant_panels<PlanarHalves<8, true>>,
+};
+
 void panels(const Weight& w, const uint8_t* a, const uint8_t* b, const Rows& x, int row, int count,
             float* ya, float* yb) {
-  kPanels[static_cast<int>(w.format)](w, a, b, x, row, count, ya, yb);
+  const int number = static_cast<int>(w.format);
+  const Panels of = is_halved(w.format, w.span)
+                        ? kHalfPanels[number - static_cast<int>(Format::kInt2)]
+                        : kPanels[number];
+  of(w, a, b, x, row, count, ya, yb);
 }
 
 // ---- Around the products ------------------------------------------------------------------------
@@ -446,20 +501,20 @@ float inverse_rms(const float* x, int n, float eps) {
   return 1.0f / __builtin_sqrtf(reduce_add(add(a, b)) / static_cast<float>(n) + eps);
 }
 
-// `group` is Rows::at.
-INFER_INLINE void quantize_group(F32 a, F32 b, const Rows& to, int64_t group) {
-  // As integers the magnitudes sort likewise, with NaN above all: it ends in d, and in the result.
+// As integers magnitudes sort likewise, with NaN above all: it ends in d, and in the result.
+INFER_INLINE I32 magnitude_bits(F32 a, F32 b) {
   const I32 magnitude = set1_i32(0x7fffffff);
-  const int32_t bits =
-      reduce_max(max(bit_and(to_bits(a), magnitude), bit_and(to_bits(b), magnitude)));
+  return max(bit_and(to_bits(a), magnitude), bit_and(to_bits(b), magnitude));
+}
+INFER_INLINE float largest(I32 magnitudes) {
+  const int32_t bits = reduce_max(magnitudes);
   float most;
   __builtin_memcpy(&most, &bits, sizeof most);
-  const float d = most / 127.0f;
-  const F32 inverse = set1(most > 1e-30f ? 127.0f / most : 0.0f);  // no overflow to infinity
-  // The maximum of NaN and a number is the number: as a code NaN would be -2^31, and sums overflow.
-  const F32 least = set1(-127.0f);
-  const I32 qa = round_i32(max(mul(a, inverse), least));
-  const I32 qb = round_i32(max(mul(b, inverse), least));
+  return most;
+}
+
+// `group` is Rows::at.
+INFER_INLINE void put_codes(I32 qa, I32 qb, float d, const Rows& to, int64_t group) {
   store_i8(to.q + kGroup * group, qa);
   store_i8(to.q + kGroup * group + kLanes, qb);
   const int32_t sa = reduce_add(qa), sb = reduce_add(qb);
@@ -468,6 +523,21 @@ INFER_INLINE void quantize_group(F32 a, F32 b, const Rows& to, int64_t group) {
   to.minus_sum[group] = -(sa + sb);
   to.minus_half[2 * group] = -sa;
   to.minus_half[2 * group + 1] = -sb;
+}
+
+INFER_INLINE void quantize_group(F32 a, F32 b, const Rows& to, int64_t group) {
+  const float most = largest(magnitude_bits(a, b));
+  const F32 inverse = set1(most > 1e-30f ? 127.0f / most : 0.0f);  // no overflow to infinity
+  // The maximum of NaN and a number is the number: as a code NaN would be -2^31, and sums overflow.
+  const F32 least = set1(-127.0f);
+  const I32 qa = round_i32(max(mul(a, inverse), least));
+  const I32 qb = round_i32(max(mul(b, inverse), least));
+  put_codes(qa, qb, most / 127.0f, to, group);
+}
+
+// The codes of infer/ops/quantized.py: quotients, not products with an inverse.
+INFER_INLINE I32 codes_under(F32 x, F32 d) {
+  return round_i32(max(min(div(x, d), set1(127.0f)), set1(-127.0f)));
 }
 
 INFER_INLINE void put_group(F32 a, F32 b, const Rows& to, int row, int group) {
@@ -481,15 +551,37 @@ INFER_INLINE void put_group(F32 a, F32 b, const Rows& to, int row, int group) {
   }
 }
 
+// Lanes [at, at + 16) of the norm of x, or of x.
+INFER_INLINE F32 normed(const float* x, const float* gain, F32 inverse, int at) {
+  const F32 a = load(x + at);
+  return gain != nullptr ? mul(mul(a, inverse), load(gain + at)) : a;
+}
+
+// A row under one d, which is 1 where all of it is 0.
+void prepare_whole(const float* x, const float* gain, F32 inverse, const Rows& to, int row) {
+  float d = to.given;
+  if (to.rounding == Rounding::kRow) {
+    I32 most = zero_i32();
+    for (int i = 0; i < to.in; i += kGroup) {
+      most = max(most, magnitude_bits(normed(x, gain, inverse, i),
+                                      normed(x, gain, inverse, i + kLanes)));
+    }
+    d = largest(most) / 127.0f;
+    d = d == 0.0f ? 1.0f : d;
+  }
+  for (int g = 0; g < to.in / kGroup; ++g) {
+    const F32 a = normed(x, gain, inverse, kGroup * g);
+    const F32 b = normed(x, gain, inverse, kGroup * g + kLanes);
+    put_codes(codes_under(a, set1(d)), codes_under(b, set1(d)), d, to, to.at(row, g));
+  }
+}
+
 void prepare(const float* x, const float* gain, float eps, const Rows& to, int row) {
   const F32 inverse = set1(gain != nullptr ? inverse_rms(x, to.in, eps) : 1.0f);
-  for (int g = 0; g < to.in / kGroup; ++g, x += kGroup) {
-    F32 a = load(x), b = load(x + kLanes);
-    if (gain != nullptr) {
-      a = mul(mul(a, inverse), load(gain + kGroup * g));
-      b = mul(mul(b, inverse), load(gain + kGroup * g + kLanes));
-    }
-    put_group(a, b, to, row, g);
+  if (to.rounding != Rounding::kGroup) return prepare_whole(x, gain, inverse, to, row);
+  for (int g = 0; g < to.in / kGroup; ++g) {
+    const F32 a = normed(x, gain, inverse, kGroup * g);
+    put_group(a, normed(x, gain, inverse, kGroup * g + kLanes), to, row, g);
   }
 }
 

@@ -234,15 +234,29 @@ void repack_planar(const Spec& spec, const Parts& from, int64_t first, int rows,
   const int spans = static_cast<int>((in + spec.span - 1) / spec.span);
   const bool numbers = is_float(spec.format);
   const PutCodes put = put_codes_of(bits);
+  const int64_t scales = scale_bytes(spec.format, spec.half);
   uint8_t* p = panel + sizeof(PlanarHeader);
+  const auto put_scales = [&](int r, int i, uint8_t* to) {
+    const int64_t at = (first + r) * spans + i;
+    std::memcpy(to + size * r, from.scales + size * at, size);
+    if (from.zeros != nullptr) to[size * kPanel + r] = from.zeros[at];
+  };
+  if (is_halved(spec.format, spec.span)) {
+    for (int g = 0; g < in / kGroup; ++g, p += 2 * scales + 2 * bits * kGroup) {
+      for (int r = 0; r < rows; ++r) {
+        put_scales(r, 2 * g, p);
+        put_scales(r, 2 * g + 1, p + scales);
+        put(from.codes + (first + r) * in + kGroup * g, r, p + 2 * scales);
+      }
+    }
+    return;
+  }
   for (int i = 0; i < spans; ++i) {
     const int start = static_cast<int>(i * spec.span);
     const int end = start + spec.span < in ? static_cast<int>(start + spec.span) : in;
-    uint8_t* codes = p + scale_bytes(spec.format, spec.half);
+    uint8_t* codes = p + scales;
     for (int r = 0; r < rows; ++r) {
-      const int64_t at = (first + r) * spans + i;
-      std::memcpy(p + size * r, from.scales + size * at, size);
-      if (from.zeros != nullptr) p[size * kPanel + r] = from.zeros[at];
+      put_scales(r, i, p);
       const uint8_t* row = from.codes + (first + r) * in + start;
       if (spec.format == Format::kLevels) {
         for (int k = 0; k < end - start; k += 2) codes[8 * k + r] = row[k] | row[k + 1] << 4;
