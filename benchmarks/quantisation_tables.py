@@ -106,8 +106,8 @@ def table(lines: Lines, speeds: dict[str, dict[str, tuple[float, float]]]) -> st
         "of each scored; float32 is the bundled 4-bit file decoded. MB: the whole model; embedding "
         "and head stay in float32."
         + (
-            " Speeds are tokens a second in the CPU's native operations and, in brackets, their ratio"
-            f" to float32 ({base_speeds(speeds)}) in the same run: medians of rounds in turns,"
+            " Speeds are tokens a second in the CPU's native operations and, in brackets, their"
+            f" ratio to float32 ({base_speeds(speeds)}) in the same run: medians of rounds in turns,"
             " a prompt of 512 tokens, then decoding one sequence, and 32."
             if speeds
             else ""
