@@ -107,8 +107,8 @@ def table(lines: Lines, speeds: dict[str, dict[str, tuple[float, float]]]) -> st
         "and head stay in float32."
         + (
             " Speeds are tokens a second in the CPU's native operations and, in brackets, their"
-            f" ratio to float32 ({base_speeds(speeds)}) in the same run: medians of rounds in turns,"
-            " a prompt of 512 tokens, then decoding one sequence, and 32."
+            f" ratio to float32 ({base_speeds(speeds)}) in the same run: medians of rounds in"
+            " turns, a prompt of 512 tokens, then decoding one sequence, and 32."
             if speeds
             else ""
         ),
