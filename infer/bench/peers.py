@@ -31,6 +31,9 @@ KINDS = {
     ],
 }
 
+# What an operation counts beside its seconds and tokens.
+_COUNTS = {"speculate": ("drafted", "accepted", "row_passes")}
+
 # Cores that other work may take while engines are compared; more is a busy machine.
 QUIET_CORES = 0.2
 
@@ -170,7 +173,22 @@ class Peer:
             PeerError: as of `ask`, or these are not what was asked for.
         """
         more = {"reuse": True} if reuse else {}
-        answer = self.ask("generate", prompts=prompts, new_tokens=new_tokens, **more)
+        return self._generated("generate", prompts, new_tokens, more)
+
+    def speculate(self, prompts: list[list[int]], new_tokens: int, k: int) -> dict[str, Any]:
+        """Return the same of a peer that drafts up to `k` tokens a row by prompt lookup, and its
+        counts `drafted`, `accepted` and `row_passes`.  0 is plain decoding; prompts may differ in
+        length.
+
+        Raises:
+            PeerError: as of `generate`; a peer without speculation says so.
+        """
+        return self._generated("speculate", prompts, new_tokens, {"k": k})
+
+    def _generated(
+        self, op: str, prompts: list[list[int]], new_tokens: int, more: dict[str, Any]
+    ) -> dict[str, Any]:
+        answer = self.ask(op, prompts=prompts, new_tokens=new_tokens, **more)
         tokens = answer.get("tokens")
         if not (
             isinstance(tokens, list)
@@ -178,13 +196,12 @@ class Peer:
             and all(isinstance(row, list) and len(row) == new_tokens for row in tokens)
             and all(type(token) is int for row in tokens for token in row)
         ):
-            raise self._nonsense(
-                "generate", f"'tokens' are not {len(prompts)} rows of {new_tokens} ids"
-            )
+            raise self._nonsense(op, f"'tokens' are not {len(prompts)} rows of {new_tokens} ids")
         return {
-            "ttft_s": self._seconds("generate", answer, "ttft_s", above_0=True),
-            "decode_s": self._seconds("generate", answer, "decode_s", above_0=new_tokens > 1),
+            "ttft_s": self._seconds(op, answer, "ttft_s", above_0=True),
+            "decode_s": self._seconds(op, answer, "decode_s", above_0=new_tokens > 1),
             "tokens": tokens,
+            **{name: self._count(op, answer, name) for name in _COUNTS.get(op, ())},
         }
 
     def _nonsense(self, op: str, what: str) -> PeerError:
@@ -202,6 +219,12 @@ class Peer:
         if not 0 <= seconds < math.inf or (above_0 and seconds == 0):
             raise self._nonsense(op, f"{name!r} is {value!r:.80}, not a number of seconds")
         return seconds
+
+    def _count(self, op: str, answer: dict[str, Any], name: str) -> int:
+        value = answer.get(name)
+        if type(value) is not int or value < 0:
+            raise self._nonsense(op, f"{name!r} is {value!r:.80}, not a count")
+        return value
 
     def _text(self, answer: dict[str, Any], name: str) -> str:
         value = answer.get(name)

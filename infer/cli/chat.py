@@ -2,14 +2,20 @@
 
 import contextlib
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infer.cli.drafting import check_draft, drafter_of
 from infer.cli.generate import write_stream
 from infer.cli.loading import load_model, use_compilation_cache
 from infer.cli.options import (
+    DraftOption,
     DtypeOption,
+    ImplementationOption,
+    KVDtypeOption,
     MinPOption,
     ModelOption,
     PackedOption,
@@ -17,6 +23,7 @@ from infer.cli.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    value_of,
 )
 from infer.cli.request import Prompt, sampling_fields, sampling_params
 from infer.errors import ConfigError
@@ -36,6 +43,9 @@ def chat(
     top_k: TopKOption = None,
     min_p: MinPOption = None,
     seed: SeedOption = None,
+    kv_dtype: KVDtypeOption = None,
+    draft: DraftOption = None,
+    implementation: ImplementationOption = None,
     dtype: DtypeOption = None,
     packed: PackedOption = None,
 ) -> None:
@@ -50,20 +60,33 @@ def chat(
         seed=seed,
     )
     sampling = sampling_params(base, Prompt(text="", where="options"))
-    loaded, _ = load_model(model, dtype, packed)
+    if draft is not None:
+        check_draft(draft)
+    form = value_of(implementation)
+    loaded, _ = load_model(model, dtype, packed, form)
     if not loaded.tokenizer.chat_template:
         raise ConfigError(
             f"{model} has no chat template (a base model?), so it cannot chat; "
             f"continue a text with `infer generate --model {model}` or take an instruct model"
         )
-    Conversation(loaded, sampling, system).run()
+    options: dict[str, Any] = {"kv_dtype": value_of(kv_dtype), "implementation": form}
+    if draft is not None:
+        options["draft"] = drafter_of(draft, loaded, dtype, packed, form)
+    options = {name: value for name, value in options.items() if value is not None}
+    Conversation(loaded, sampling, system, options).run()
 
 
 class Conversation:
     """The messages so far, and the loop that adds to them."""
 
-    def __init__(self, model: Any, sampling: Any, system: str | None) -> None:
-        self.model, self.sampling = model, sampling
+    def __init__(
+        self,
+        model: Any,
+        sampling: Any,
+        system: str | None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.model, self.sampling, self.options = model, sampling, options
         self.opening = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.opening)
         self.state: StreamState | None = None  # of the last reply: what was said is not prefilled
@@ -108,7 +131,7 @@ class Conversation:
             ids = self.model.tokenizer.apply_chat_template(
                 self.messages, add_generation_prompt=True
             )
-            reply = self.model.stream(ids, sampling=self.sampling, state=self.state)
+            reply = self.model.stream(ids, sampling=self.sampling, state=self.state, **self.options)
             write_stream(_kept(reply, said))
             self.state = reply.state
         except KeyboardInterrupt:

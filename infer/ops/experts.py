@@ -10,9 +10,13 @@ blocks of one static size, as Gale et al. 2022, arXiv 2211.15841, do; a scan ove
 weights of one expert at a time.  With r = T * k pairs, n = min(E, r) and blocks of c rows there are
 at most (r + n (c - 1)) / c of them, and those that stay empty are skipped: at most r + n (c - 1)
 rows are multiplied, not T * E.  (`jax.lax.ragged_dot`, on a CPU, multiplies T * E.)
+
+On a GPU the sorted rows go through `infer.pallas.grouped_matmul`, which pads none and decodes
+packed weights in registers.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -72,9 +76,21 @@ def expert_mlp(
             )
         only_native("expert_mlp", implementation)
         return _native(x, expert_ids, expert_weights, weights, activation, residual)
-    choice.check_implementation(implementation)
-    choice.record(choice.Choice("expert_mlp", "xla", "the weights are not packed for another"))
-    return _xla(x, expert_ids, expert_weights, weights, activation, residual)
+    if not expert_ids.size:
+        return x if residual is None else residual
+    xla = functools.partial(_xla, activation=activation)
+    grouped = functools.partial(_grouped, activation=activation)
+    return choice.choose(
+        "expert_mlp",
+        (x, expert_ids, expert_weights, weights, residual),
+        xla=xla,
+        kernels={
+            "triton": choice.with_xla_gradient(grouped, xla),
+            "interpret": functools.partial(grouped, interpret=True),
+        },
+        preferred=("triton",) if x.dtype.itemsize == 2 else (),
+        implementation=implementation,
+    )
 
 
 def block_rows(num_pairs: int, num_experts: int) -> int:
@@ -91,15 +107,12 @@ def _xla(
     expert_ids: Array,
     expert_weights: Array,
     weights: tuple[Any, Any, Any],
-    activation: str,
     residual: Array | None,
+    *,
+    activation: str,
 ) -> Array:
-    if not expert_ids.size:
-        return jnp.zeros_like(x)
     num_experts = weights[0].shape[0]
-    exists = (expert_ids >= 0) & (expert_ids <= num_experts)
-    known = jnp.all(exists, axis=-1, keepdims=True)
-    ids = jnp.where(known, expert_ids, num_experts)
+    ids, known = _known_ids(expert_ids, num_experts)
     token_BC, expert_B, slot_Tk = _blocks(ids, num_experts)
 
     def compute(block: tuple[Array, Array]) -> Array:
@@ -115,10 +128,60 @@ def _xla(
 
     _, y_BCD = lax.scan(step, None, (token_BC, expert_B))
     y_SD = y_BCD.reshape(-1, x.shape[1])
+    return _weighted(y_SD, slot_Tk, ids, expert_weights, known, num_experts, x, residual)
+
+
+def _grouped(
+    x: Array,
+    expert_ids: Array,
+    expert_weights: Array,
+    weights: tuple[Any, Any, Any],
+    residual: Array | None,
+    *,
+    activation: str,
+    interpret: bool = False,
+) -> Array:
+    """Compute the same with all experts' products in two kernels, one for gate and up."""
+    from infer.pallas.grouped_matmul import grouped_matmul
+
+    gate, up, down = weights
+    num_experts, k = gate.shape[0], expert_ids.shape[1]
+    ids, known = _known_ids(expert_ids, num_experts)
+    order = jnp.argsort(ids.reshape(-1), stable=True)
+    sizes_E = jnp.bincount(ids.reshape(-1), length=num_experts + 1)[:num_experts]
+    rows_ND = x[order // k]
+    h_NF = grouped_matmul(rows_ND, gate, sizes_E, up=up, activation=activation, interpret=interpret)
+    y_ND = grouped_matmul(h_NF, down, sizes_E, interpret=interpret)
+    slot_Tk = jnp.argsort(order).reshape(ids.shape)
+    return _weighted(y_ND, slot_Tk, ids, expert_weights, known, num_experts, x, residual)
+
+
+def _known_ids(expert_ids: Array, num_experts: int) -> tuple[Array, Array]:
+    """Return the ids, E throughout where a token has one that does not exist, and whether not."""
+    exists = (expert_ids >= 0) & (expert_ids <= num_experts)
+    known = jnp.all(exists, axis=-1, keepdims=True)
+    return jnp.where(known, expert_ids, num_experts), known
+
+
+def _weighted(
+    y_SD: Float[Array, "S D"],
+    slot_Tk: Int[Array, "T k"],
+    ids: Int[Array, "T k"],
+    expert_weights: Array,
+    known: Array,
+    num_experts: int,
+    x: Array,
+    residual: Array | None,
+) -> Array:
+    """Return each token's sum over its experts' rows of y, in the order of `ids`.
+
+    Rows of the id E need not be written: they may hold anything.
+    """
     total = jnp.zeros(x.shape, jnp.float32)
     for j in range(ids.shape[1]):
-        weight = jnp.where(ids[:, j] < num_experts, expert_weights[:, j].astype(jnp.float32), 0)
-        total += weight[:, None] * y_SD.at[slot_Tk[:, j]].get(mode="fill", fill_value=0)
+        is_one = (ids[:, j] < num_experts)[:, None]
+        y_TD = y_SD.at[slot_Tk[:, j]].get(mode="fill", fill_value=0)
+        total += jnp.where(is_one, expert_weights[:, j, None].astype(jnp.float32) * y_TD, 0)
     total = jnp.where(known, total, jnp.nan)
     if residual is not None:
         total += residual.astype(jnp.float32)

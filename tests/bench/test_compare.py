@@ -93,7 +93,10 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "    if new_tokens == 99: raise ValueError('too many')\n"
         "    return {'ttft_s': 0.5, 'decode_s': 0.25 * new_tokens,\n"
         "            'tokens': [[7] * new_tokens for _ in prompts]}\n"
-        "serve({'load': load, 'generate': generate})\n"
+        "def speculate(prompts, new_tokens, k):\n"
+        "    if k < 0: return generate(prompts, new_tokens)\n"
+        "    return generate(prompts, new_tokens) | dict(drafted=k, accepted=1, row_passes=3)\n"
+        "serve({'load': load, 'generate': generate, 'speculate': speculate})\n"
     )
     monkeypatch.setattr(peers, "_SCRIPTS", scripts)
     (tmp_path / "bin").mkdir()
@@ -109,6 +112,10 @@ def test_a_peer_answers_through_its_pipe(scripted: Path):
         assert 1e6 < peer.ask("memory")["peak_bytes"] < 1e9
         with pytest.raises(peers.PeerError, match=r"llama\.cpp: ValueError: too many"):
             peer.ask("generate", prompts=[[1]], new_tokens=99)
+        found = peer.speculate([[1, 2], [3]], 2, 4)
+        assert (found["drafted"], found["accepted"], found["row_passes"]) == (4, 1, 3)
+        with pytest.raises(peers.PeerError, match=r"'speculate'.*'drafted' is None, not a count"):
+            peer.speculate([[1]], 2, -1)
         peer.process.kill()
         with pytest.raises(peers.PeerError, match=r"ended with status -9; run /.*/bin/python /"):
             peer.ask("generate", prompts=[[1]], new_tokens=2)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import infer
 from infer.cli.chat import Conversation
 from infer.cli.main import main
 from infer.errors import RequestError
@@ -103,3 +104,18 @@ def test_an_error_at_a_terminal_drops_the_message_and_goes_on(
     talk.run()
     assert talk.messages == [{"role": "system", "content": "sys"}]
     assert "9000 tokens (/reset starts anew)" in capsys.readouterr().err
+
+
+def test_a_drafter_and_the_caches_dtype_reach_every_reply(model: FakeModel, stdin: Any):
+    stdin(b"one\ntwo\n")
+    options = ["--draft", "ngram:3", "--kv-dtype", "int8", "--implementation", "xla"]
+    assert main(["chat", "--model", "m", *options]) == 0
+    given = {"draft": infer.spec.NGram(k=3), "kv_dtype": "int8", "implementation": "xla"}
+    assert [{name: more[name] for name in given} for _, _, more in model.calls] == [given, given]
+
+
+def test_an_unknown_drafter_is_refused_before_the_model_loads(
+    model: Any, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["chat", "--model", "m", "--draft", "medusa"]) == 2
+    assert "no drafter 'medusa'" in capsys.readouterr().err and not model.loads

@@ -314,6 +314,34 @@ def test_choice_and_refusals() -> None:
             call(**change)
 
 
+@pytest.mark.parametrize("name", ["float", "Q8_0", "Q4_0"])
+def test_the_grouped_kernels_give_the_plain_form(name: str) -> None:
+    if name == "float":
+        weights: list[Any] = random_floats(5, 32, 48)
+    else:
+        weights = jax.device_put([random_experts(name, (5, 64, 64), seed=i) for i in range(3)])
+    x = jnp.asarray(random_rows(9, weights[0].shape[2]))
+    ids, scales = random_choices(9, 5, 2)
+    ids = ids.at[1].set(5).at[2, 0].set(-1).at[6, 0].set(5)  # nobody, not there, one of two
+    scales = scales.at[1].set(jnp.nan)
+    run = lambda form: np.asarray(
+        expert_mlp(x, ids, scales, *weights, activation="silu", residual=x, implementation=form)
+    )
+    with choice.recording() as made:
+        y = run("interpret")
+    assert [(c.op, c.implementation) for c in made] == [("expert_mlp", "interpret")]
+    want = run("xla")
+    assert np.array_equal(y[1], x[1]) and np.isnan(y[2]).all()
+    np.testing.assert_allclose(y, want, rtol=0, atol=2e-6 * np.nanmax(np.abs(want)))
+
+
+def test_what_the_grouped_kernels_do_not_take_is_named() -> None:
+    x, weights = jnp.asarray(random_rows(3, 32)), random_floats(4)
+    ids, scales = random_choices(3, 4, 2)
+    with pytest.raises(NotImplementedError, match=r"'gelu'.*on a CPU"):
+        expert_mlp(x, ids, scales, *weights, activation="gelu", implementation="interpret")
+
+
 def test_packed_weights_run_natively_and_nowhere_else() -> None:
     if not native.available():
         pytest.skip(native.why_not())

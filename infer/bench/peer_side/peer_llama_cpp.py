@@ -13,6 +13,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from peer_protocol import serve
 
 _model: Any = None
@@ -118,6 +119,57 @@ def generate(prompts: list[list[int]], new_tokens: int, reuse: bool = False) -> 
     return {"ttft_s": first - start, "decode_s": end - first, "tokens": out}
 
 
+def speculate(prompts: list[list[int]], new_tokens: int, k: int) -> dict[str, Any]:
+    """Greedy tokens with up to `k` drafts a row and step by prompt lookup, whose n-grams and order
+    are llama-cpp-python's defaults; 0 is plain decoding.  Prompts may differ in length.
+
+    A row's last token and its drafts go through one `llama_decode` with those of the other rows;
+    what did not stand is removed from the cache.
+    """
+    global _held
+    context, batch = _context_for(len(prompts), max(map(len, prompts)) + new_tokens)
+    memory, _held = llama_cpp.llama_get_memory(context), None
+    llama_cpp.llama_memory_clear(memory, True)
+    lookup = LlamaPromptLookupDecoding(num_pred_tokens=k) if k else None
+    start = time.perf_counter()
+    rows = [list(ids) for ids in prompts]
+    for ids, token in zip(rows, _prefill(context, batch, prompts), strict=True):
+        ids.append(token)
+    first = time.perf_counter()
+    ends = [len(ids) + new_tokens for ids in prompts]
+    drafted = accepted = passes = 0
+    while any(len(ids) < end for ids, end in zip(rows, ends, strict=True)):
+        entries, blocks = [], []
+        for row, (ids, end) in enumerate(zip(rows, ends, strict=True)):
+            if (left := end - len(ids)) <= 0:
+                continue
+            found = lookup(np.asarray(ids, np.intc))[: left - 1].tolist() if lookup else []
+            blocks.append((row, len(entries), found))
+            at = len(ids) - 1
+            entries += [(token, at + i, row, True) for i, token in enumerate([ids[-1], *found])]
+        _decode(context, batch, entries)
+        for row, index, found in blocks:
+            stand = 0
+            token = _argmax(context, index)
+            while stand < len(found) and found[stand] == token:
+                rows[row].append(token)
+                stand += 1
+                token = _argmax(context, index + stand)
+            rows[row].append(token)
+            if stand < len(found):
+                llama_cpp.llama_memory_seq_rm(memory, row, len(rows[row]) - 1, -1)
+            drafted, accepted, passes = drafted + len(found), accepted + stand, passes + 1
+    end_s = time.perf_counter()
+    return {
+        "ttft_s": first - start,
+        "decode_s": end_s - first,
+        "tokens": [ids[len(p) :] for ids, p in zip(rows, prompts, strict=True)],
+        "drafted": drafted,
+        "accepted": accepted,
+        "row_passes": passes,
+    }
+
+
 def logits(tokens: list[int], out: str) -> dict[str, Any]:
     """Write the logits of every position as a float32 array [T, V] to the file `out` (.npy)."""
     global _held
@@ -209,4 +261,5 @@ def _logits(context: Any, index: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    serve({"load": load, "generate": generate, "logits": logits, "quantize": quantize})
+    handlers = {"generate": generate, "speculate": speculate, "logits": logits}
+    serve({"load": load, **handlers, "quantize": quantize})
