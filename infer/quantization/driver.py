@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from infer.config import LayerConfig, ModelConfig
 from infer.errors import ConfigError
@@ -152,7 +153,8 @@ def _check_writers(
 
 
 def _check_decodable(params: Params) -> None:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+    # Inside a trace what is made is traced, even where the weights are not.
+    if any(isinstance(x, Tracer) for x in (*jax.tree.leaves(params), jnp.zeros(()))):
         raise ConfigError(
             "infer.quantize was called inside a function that JAX traces (jit, vmap, grad), and it"
             " looks at weights to check them; call it outside and pass what it returns"

@@ -283,8 +283,9 @@ def test_no_packed_matrix_becomes_floats_for_anothers_scale():
 
 
 def test_inside_a_trace_nothing_can_be_checked():
-    with pytest.raises(ConfigError, match="called inside a function that JAX traces"):
-        jax.eval_shape(lambda p: quantize(p, RTN(group_size=16)), llama())
+    for call in (lambda p: quantize(p, RTN(group_size=16)), lambda p: quantize(llama(), RTN())):
+        with pytest.raises(ConfigError, match="called inside a function that JAX traces"):
+            jax.eval_shape(call, llama())
 
 
 def test_smoothing_that_moves_nothing_is_said(caplog):
