@@ -103,11 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit("--save is for figures on all texts; leave --texts or --save out")
     known = methods()
     target = RESULTS / f"quantisation-{options.model}.json"
-    done = (
-        {json.loads(line).get("method") for line in target.read_text().splitlines()}
-        if (target.exists())
-        else set()
-    )
+    lines = map(json.loads, target.read_text().splitlines() if target.exists() else ())
+    done = {name for line in lines for name in names_in(line, options.speed)}
     names = options.methods or [name for name in known if name not in done]
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -119,6 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with open(target, "a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
     return 0
+
+
+def names_in(line: dict[str, Any], speed: bool) -> tuple[str, ...]:
+    """Return the methods whose quality, or speed, a line has."""
+    if line["benchmark"] == "quantisation-speed":
+        return tuple(line["ratios"]) if speed else ()
+    return () if speed else (line["method"],)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -343,7 +347,7 @@ def nearest(method: Any) -> Any:
     from infer.quant.methods import RTN, SmoothQuant
 
     if isinstance(method, SmoothQuant):
-        return dataclasses.replace(method.weights, activations="int8")
+        return dataclasses.replace(nearest(method.weights), activations="int8")
     if not method.calibrated:
         return method
     fields = {f.name: getattr(method, f.name) for f in dataclasses.fields(RTN)}

@@ -101,7 +101,10 @@ class Measured(Running):
     ] = False
     kv_dtype: Annotated[
         str | None,
-        typer.Option(help="Of the cache: float32, bfloat16, float16 [default: activations']."),
+        typer.Option(
+            help="Of the cache: float32, bfloat16, float16, int8, int4, float8_e4m3 [default: "
+            "activations']."
+        ),
     ] = None
 
     def check(self) -> None:
@@ -411,9 +414,13 @@ def _controlled(report: dict[str, Any], loaded: list[Any], texts: Any, options: 
     """Add the identity control of each model; return 1 if one is not exact."""
     from infer import eval as measures
 
-    different = list({id(model): model for model in loaded}.values())
-    options = options | {"kv_dtype": None}
-    found = [measures.control(model, texts, **options) for model in different]
+    # Each with its own cache, which is a part of what was measured.
+    pairs = zip(loaded, options["kv_dtype"], strict=True)
+    different = {(id(model), kv_dtype): model for model, kv_dtype in pairs}
+    found = [
+        measures.control(model, texts, **(options | {"kv_dtype": kv_dtype}))
+        for (_, kv_dtype), model in different.items()
+    ]
     report["controls"] = [x.to_json() for x in found]
     return 0 if all(x.exact for x in found) else 1
 

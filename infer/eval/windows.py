@@ -38,7 +38,7 @@ class Windows:
     ids: Int[np.ndarray, "W C"]
     num_tokens: int  # of the whole text, BOS not counted
     num_bytes: int | None  # of the whole text; None where only ids were given
-    text: str | None = field(default=None, repr=False)
+    text: str | None = field(default=None, repr=False)  # that the windows are of
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -58,10 +58,12 @@ def cut(
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     ids = np.asarray(tokenizer.encode(text), np.int32)
     windows = _rows(name, ids, context, limit)
+    whole = windows.size + context > len(ids)
+    used = text if whole else tokenizer.decode(ids[: windows.size].tolist())
     if bos is not None:
         windows[:, 0] = bos
     own = len(ids) - (bos is not None)
-    return Windows(name, windows, max(own, 1), len(text.encode()), text)
+    return Windows(name, windows, max(own, 1), len(text.encode()), used)
 
 
 def cut_ids(name: str, ids: Any, *, context: int = CONTEXT, limit: int | None = None) -> Windows:

@@ -16,9 +16,18 @@ _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 
 def pack(codes: UInt8[Array, "*B I"], bits: int) -> UInt8[Array, "*B _"]:
-    """Return codes [..., n] in bytes [..., n * bits / 8]."""
+    """Return codes [..., n] in bytes [..., n * bits / 8].
+
+    Raises:
+        ValueError: they do not fill whole bytes.
+    """
     if bits == 8:
         return codes
+    if codes.shape[-1] % 8:
+        raise ValueError(
+            f"rows of {codes.shape[-1]} codes of {bits} bits fill no whole bytes; use a width that"
+            " is a multiple of 8, or 8 bits"
+        )
     lead, parts, shift = codes.shape[:-1], [], 0
     for width in _PLANES[bits]:
         part = ((codes >> shift) & ((1 << width) - 1)).reshape(*lead, -1, 8 // width)

@@ -78,8 +78,8 @@ def int_params(
 ) -> tuple[Float[Array, "*B"], UInt8[Array, "*B"]]:
     """Return scale and zero point of groups of numbers.
 
-    The scale is rounded to its dtype, in which it is stored, and widened again; where it comes out
-    as 0 it is 1.
+    The scale is rounded to its dtype, in which it is stored, and widened again, up where float16
+    has it as a subnormal; of a group of zeros it is 1.
 
     Args:
         values: a group along the last axis.
@@ -111,8 +111,22 @@ def int_params(
     return scale, jnp.full(scale.shape, np.uint8(half), jnp.uint8)
 
 
+# Below this float16 has fewer bits than it should; the steps there are _STEP.
+_SMALL = float(np.finfo(np.float16).smallest_normal)
+_STEP = float(np.finfo(np.float16).smallest_subnormal)
+
+
 def _stored(scale: Array, dtype: str) -> Array:
+    """Return scales as they are stored, widened again, and 1 for 0.
+
+    float16's subnormals are so far apart that one rounded down clips much of its group, or is 0:
+    those are rounded away from zero.
+    """
     stored = scale.astype(dtype).astype(jnp.float32)
+    if dtype == "float16":
+        steps = jnp.ceil(jnp.abs(scale) * np.float32(1 / _STEP)) * np.float32(_STEP)  # exact
+        up = jnp.where(scale < 0, -steps, steps)
+        stored = jnp.where(jnp.abs(scale) < _SMALL, up, stored)
     return jnp.where(stored == 0, jnp.float32(1), stored)
 
 

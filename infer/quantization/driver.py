@@ -14,17 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from infer.config import LayerConfig, ModelConfig
 from infer.errors import ConfigError
 from infer.models import decoder
 from infer.models.params import LayerParams, Params
 from infer.native.repack import Packed
-from infer.quant import rtn
+from infer.quant import codes, rtn
 from infer.quant.formats import PlanarFormat
 from infer.quant.gptq import gptq
 from infer.quant.methods import AWQ, GPTQ, RTN, Method, SmoothQuant
-from infer.quant.qarray import QArray, dequantize
+from infer.quant.qarray import QArray, dequantize, scales
 from infer.quantization import awq, scaling
 from infer.quantization.observe import Seen, observe_all, run
 from infer.quantization.recipe import MATRICES, Recipe, matrices, readers, scaled_inputs
@@ -68,13 +69,21 @@ def quantize(
     methods = Recipe.of(method).methods(_shapes(params))
     calibrated = any(m.calibrated for m in methods.values())
     scaled = [scaled_inputs(config, methods, i) for i in range(config.num_layers)]
-    xs, batch, turns = [], 1, {}
+    for i, weights in enumerate(params.layers):
+        _check_writers(config, methods, weights, scaled[i], i)
+    xs, length, turns = [], 1, {}
     if calibrated:
         tokens = _checked_tokens(params, calibration, methods)
-        xs, batch, turns = _embedded(params, tokens)
+        xs, length, turns = _embedded(params, tokens)
     elif calibration is not None:
         raise ConfigError(
             "calibration is given, and no method of this recipe looks at activations; leave it out"
+        )
+    if any(isinstance(m, SmoothQuant) for m in methods.values()) and not config.pre_norms:
+        logger.warning(
+            "SmoothQuant moves nothing: this %s model has no norms before its blocks to take the"
+            " scales; its matrices are rounded, and its activations, as without",
+            config.family,
         )
     last = max((i for i in range(config.num_layers) if _looks(methods, i)), default=-1)
     layers = []
@@ -83,7 +92,7 @@ def quantize(
         if mine:
             turn = turns.get(layer.rope)
             floats = _floats(weights, f"layers.{i}", mine)
-            new = _quantize_layer(config, layer, batch, i, floats, mine, scaled[i], xs, turn)
+            new = _quantize_layer(config, layer, length, i, floats, mine, scaled[i], xs, turn)
             # What has no method keeps its form, unless a scale was folded into it.
             kept = {
                 m: getattr(weights, m)
@@ -93,7 +102,7 @@ def quantize(
             weights = dataclasses.replace(new, **kept)
         if i < last:
             for n, x in enumerate(xs):  # one after the other, so that no two sets of them are there
-                xs[n] = run(config, layer, batch, weights, x, turns.get(layer.rope))
+                xs[n] = run(config, layer, length, weights, x, turns.get(layer.rope))
                 xs[n].block_until_ready()
         else:
             xs = []
@@ -120,7 +129,36 @@ def _shapes(params: Params) -> dict[str, tuple[int, int]]:
     return {path: (w.shape[0], w.shape[1]) for path, w in matrices(params).items()}
 
 
+def _check_writers(
+    config: ModelConfig,
+    methods: Mapping[str, Method],
+    w: LayerParams,
+    scaled: Mapping[str, Method],
+    layer: int,
+) -> None:
+    """Refuse to make floats of a packed matrix that nobody asked to touch: AWQ divides the rows of
+    what writes the inputs that it scales.
+    """
+    for name, method in scaled.items():
+        writer = {"o": "v", "down": "up"}.get(name)
+        if writer is None or not isinstance(method, AWQ) or not scaling.can_scale(config, name):
+            continue
+        path, weight = f"layers.{layer}.{writer}", getattr(w, writer)
+        if path not in methods and isinstance(weight, QArray):
+            raise ConfigError(
+                f"layers.{layer}.{name}: AWQ scales its inputs, which divides the rows of {path},"
+                f" and that is packed ({weight.format.name}) and has no method, so it would become"
+                " floats; give it a method, or another to this one"
+            )
+
+
 def _check_decodable(params: Params) -> None:
+    # Inside a trace what is made is traced, even where the weights are not.
+    if any(isinstance(x, Tracer) for x in (*jax.tree.leaves(params), jnp.zeros(()))):
+        raise ConfigError(
+            "infer.quantize was called inside a function that JAX traces (jit, vmap, grad), and it"
+            " looks at weights to check them; call it outside and pass what it returns"
+        )
     if any(isinstance(w, Packed) for w in matrices(params).values()):
         raise ConfigError(
             "the weights are packed for the CPU's native operations, in an order that is not"
@@ -174,20 +212,23 @@ def _factorises(method: Method) -> bool:
 
 
 def _embedded(params: Params, tokens: np.ndarray) -> tuple[list[Array], int, dict[Any, Any]]:
-    """Return the embedded sequences in batches [T, D], sequences a batch, and rotations by kind."""
+    """Return the embedded sequences in batches [T, D], their length, and rotations by kind.
+
+    Batches have as many sequences as others, or one less: two compiled shapes at most.
+    """
     length = tokens.shape[1]
-    batch = max(1, min(len(tokens), _BATCH_TOKENS // length))
-    while len(tokens) % batch:  # one compiled shape
-        batch -= 1
+    most = max(1, min(len(tokens), _BATCH_TOKENS // length))
+    count = -(-len(tokens) // most)
+    batch = -(-len(tokens) // count)
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
     spans = jnp.full(positions.shape, length, jnp.int32)
     embed = jax.jit(decoder.embed_tokens)
     # A batch is spread over the whole text: AWQ's search reads the first one only.
     xs = [
-        embed(params, jnp.asarray(part.reshape(-1), jnp.int32), positions)
-        for part in tokens.reshape(batch, -1, length).swapaxes(0, 1)
+        embed(params, jnp.asarray(part.reshape(-1), jnp.int32), positions[: part.size])
+        for part in (tokens[nth::count] for nth in range(count))
     ]
-    return xs, batch, decoder.rope_tables(params.config, positions, spans)
+    return xs, length, decoder.rope_tables(params.config, positions, spans)
 
 
 def _float(path: str, weight: Any) -> Array:
@@ -225,7 +266,7 @@ def _floats(weights: LayerParams, path: str, methods: Mapping[str, Method]) -> L
 def _quantize_layer(
     config: ModelConfig,
     layer: LayerConfig,
-    batch: int,
+    length: int,
     index: int,
     w: LayerParams,
     methods: Mapping[str, Method],
@@ -236,9 +277,11 @@ def _quantize_layer(
     """Return the layer with its matrices packed."""
     seen: dict[str, Seen] = {}
     if any(m.calibrated for m in methods.values()):
-        seen = dict(observe_all(config, layer, batch, w, list(xs), turn))
+        seen = dict(observe_all(config, layer, length, w, list(xs), turn))
+        _check_seen(index, seen)
         for name, method in scaled.items():
             if scaling.can_scale(config, name):
+                batch = xs[0].shape[0] // length
                 s = _scale(config, layer, batch, name, method, w, xs[0], turn, seen[name])
                 if s is not None:
                     w = scaling.scale_input(config, w, name, s)
@@ -250,6 +293,17 @@ def _quantize_layer(
                 path = f"layers.{index}.{m}"
                 packed[m] = _round(methods[m], path, m, getattr(w, m), seen.get(name))
     return dataclasses.replace(w, **packed)
+
+
+def _check_seen(index: int, seen: Mapping[str, Seen]) -> None:
+    """Refuse activations that overflow: the searches would choose nothing, and say nothing."""
+    for name, each in seen.items():
+        if not bool(jnp.isfinite(each.gram).all()):
+            raise ConfigError(
+                f"layers.{index}: the activations that {name} reads from the calibration text are"
+                " NaN or infinite, or their squares are; load the model in float32, or look for"
+                " broken weights in this layer and before it"
+            )
 
 
 def _scale(
@@ -339,12 +393,30 @@ def _pack(method: Method, path: str, w: Array) -> QArray:
     return _checked(path, _packed(method, w))
 
 
+@jax.jit
+def _in_range(packed: QArray) -> tuple[Array, Array]:
+    """Return whether the stored scales are finite, and whether the largest codes are under them."""
+    format = packed.format
+    assert isinstance(format, PlanarFormat)
+    stored = packed.scale.offset if format.scale_dtype == "nested" else packed.scale
+    if format.code != "int":
+        largest = codes.LARGEST[format.code]
+    else:
+        largest = float((1 << (format.bits - 1)) if format.symmetric else (1 << format.bits) - 1)
+    in_range = jnp.isfinite(scales(packed) * jnp.float32(largest)).all()
+    return jnp.isfinite(stored.astype(jnp.float32)).all(), in_range
+
+
 def _checked(path: str, packed: QArray) -> QArray:
-    """Refuse scales that their dtype cannot hold."""
-    scale = packed.scale
-    if hasattr(scale, "dtype") and jnp.issubdtype(scale.dtype, jnp.floating):
-        if not bool(jnp.isfinite(scale).all()):
-            raise ConfigError(
-                f"{path}: its scales are beyond {scale.dtype}; use scale_dtype='float32'"
-            )
+    """Refuse scales that their dtype cannot hold, and numbers that float32 cannot."""
+    assert isinstance(packed.format, PlanarFormat)
+    fits, in_range = map(bool, _in_range(packed))
+    dtype = packed.format.scale_dtype
+    if not fits and dtype in ("float16", "bfloat16"):
+        raise ConfigError(f"{path}: its scales are beyond {dtype}; use scale_dtype='float32'")
+    if not (fits and in_range):
+        raise ConfigError(
+            f"{path}: its weights are so large that numbers of {packed.format.name} would be beyond"
+            " float32; leave it out in a recipe, or look whether the file is damaged"
+        )
     return packed

@@ -44,21 +44,28 @@ def _seen(x: Array) -> Seen:
     return Seen(hessian(x), size.sum(0), size.max(0), jnp.float32(x.shape[0]))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "layer", "batch"))
+def _of_batch(x: Array, turn: Any) -> Any:
+    """Return the rotations of a batch that may have fewer sequences than `turn` is for."""
+    return jax.tree.map(lambda each: each[: x.shape[0]], turn)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "layer", "length"))
 def run(
-    config: ModelConfig, layer: LayerConfig, batch: int, w: LayerParams, x: Array, turn: Any
+    config: ModelConfig, layer: LayerConfig, length: int, w: LayerParams, x: Array, turn: Any
 ) -> Array:
-    """Return the residual stream [T, D] after the layer; T is `batch` sequences of equal length."""
-    attend = decoder.dense_attend(config, batch, x.shape[0] // batch, "xla")
+    """Return the residual stream [T, D] after the layer; T is whole sequences of `length`."""
+    attend = decoder.dense_attend(config, x.shape[0] // length, length, "xla")
+    turn = _of_batch(x, turn)
     return blocks.run_layer(config, layer, w, x, turn, attend, None, "xla")[0]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "layer", "batch"))
+@functools.partial(jax.jit, static_argnames=("config", "layer", "length"))
 def observe(
-    config: ModelConfig, layer: LayerConfig, batch: int, w: LayerParams, x: Array, turn: Any
+    config: ModelConfig, layer: LayerConfig, length: int, w: LayerParams, x: Array, turn: Any
 ) -> dict[str, Seen]:
     """Return what each input of the layer's matrices was, by the names of `recipe.readers`."""
-    attend = decoder.dense_attend(config, batch, x.shape[0] // batch, "xla")
+    attend = decoder.dense_attend(config, x.shape[0] // length, length, "xla")
+    turn = _of_batch(x, turn)
     with observing() as products:
         blocks.run_layer(config, layer, w, x, turn, attend, None, "xla")
     inputs = {id(weight): value for weight, value in products}
@@ -71,7 +78,7 @@ def observe(
 def observe_all(
     config: ModelConfig,
     layer: LayerConfig,
-    batch: int,
+    length: int,
     w: LayerParams,
     xs: list[Array],
     turn: Any,
@@ -79,6 +86,6 @@ def observe_all(
     """Return the same over all batches."""
     total: dict[str, Seen] = {}
     for x in xs:
-        for name, seen in observe(config, layer, batch, w, x, turn).items():
+        for name, seen in observe(config, layer, length, w, x, turn).items():
             total[name] = add(total[name], seen) if name in total else seen
     return total

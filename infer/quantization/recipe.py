@@ -59,6 +59,21 @@ class Recipe:
                 return method
         return None
 
+    def _never_reached(self, paths: Iterable[str]) -> list[str]:
+        """Return what is wrong with patterns whose matrices earlier patterns take."""
+        left, found = set(paths), []
+        for nth, (pattern, _) in enumerate(self.rules):
+            mine = set(fnmatch.filter(paths, pattern))
+            if mine and not mine & left:
+                before = [p for p, _ in self.rules[:nth] if mine & set(fnmatch.filter(paths, p))]
+                found.append(
+                    f"{pattern!r:.80} is never reached: {', '.join(map(repr, before[:3])):.200}"
+                    " before it takes all that it matches, and the first that matches holds; put"
+                    " it before, or leave it out"
+                )
+            left -= mine
+        return found
+
     def methods(self, paths: Mapping[str, tuple[int, int]]) -> dict[str, Method]:
         """Return the methods of matrices by path, those that stay as they are left out.
 
@@ -66,8 +81,8 @@ class Recipe:
             paths: the shape of each matrix of the model.
 
         Raises:
-            ConfigError: a pattern matches nothing, or a group does not divide a weight; all that is
-                wrong is said at once.
+            ConfigError: a pattern matches nothing, or only what earlier ones take, or a weight
+                cannot have its format; all that is wrong is said at once.
         """
         problems = [
             f"{pattern!r:.80} matches no matrix of this model; there are {_named(paths)}: correct"
@@ -75,6 +90,7 @@ class Recipe:
             for pattern, _ in self.rules
             if not fnmatch.filter(paths, pattern)
         ]
+        problems += self._never_reached(paths)
         found: dict[str, Method] = {}
         misfits: dict[str, list[str]] = {}
         for path, shape in paths.items():
@@ -88,7 +104,7 @@ class Recipe:
                     " inputs; use RTN or a float format for it"
                 )
             try:
-                method.format_for(shape)
+                method.format_for(shape).row_bytes(shape[1])
             except ValueError as error:
                 misfits.setdefault(str(error), []).append(path)
         problems += [

@@ -27,7 +27,7 @@ def new_folder(to: Path) -> Iterator[Path]:
     anything.
 
     Raises:
-        ConfigError: `to` is there and not an empty folder.
+        ConfigError: `to` is there and not an empty folder, or has become one meanwhile.
     """
     check_new(to)
     with parent_of(to):
@@ -35,9 +35,7 @@ def new_folder(to: Path) -> Iterator[Path]:
         try:
             yield scratch
             os.chmod(scratch, 0o755)
-            if to.exists():
-                to.rmdir()
-            os.replace(scratch, to)
+            _put(scratch, to)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
@@ -55,28 +53,33 @@ def refuse_leftover(path: Path) -> None:
         )
 
 
+def _put(scratch: Path, to: Path) -> None:
+    """Let the folder take the place of `to`, which is not there or empty."""
+    try:
+        if to.exists():
+            to.rmdir()
+        os.replace(scratch, to)
+    except OSError:
+        check_new(to)
+        raise
+
+
 def _scratch(to: Path) -> tuple[Path, int | None]:
     """Return a new folder for what becomes `to`, and the lock on it where there are locks."""
     prefix = f"{_PREFIX}{hashlib.sha256(to.name.encode(errors='replace')).hexdigest()[:12]}-"
-    # One at a time, so that no folder is there that its writer has not locked yet.
-    with _locked(to.parent, wait=True):
-        for left in to.parent.glob(f"{prefix}*"):
-            with _locked(left) as gone:
-                if gone:
-                    shutil.rmtree(left, ignore_errors=True)
-        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=to.parent))
-        return scratch, _lock(scratch)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, wait: bool = False) -> Iterator[bool]:
-    """Lock a folder meanwhile; gives whether it is locked."""
-    descriptor = _lock(folder, wait)
-    try:
-        yield descriptor is not None
-    finally:
-        if descriptor is not None:
+    for left in to.parent.glob(f"{prefix}*"):
+        if (descriptor := _lock(left)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
             os.close(descriptor)
+    while True:
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=to.parent))
+        # Another writer may hold it: one that took it for a leftover before it was locked, and
+        # lets go when it is gone.  The parent is not locked: `flock FOLDER infer ...` does that.
+        lock = _lock(scratch, wait=True)
+        if scratch.is_dir():
+            return scratch, lock
+        if lock is not None:
+            os.close(lock)
 
 
 def _lock(folder: Path, wait: bool = False) -> int | None:

@@ -430,7 +430,7 @@ def _read_packed(place: Place, files: SafetensorsFolder, panels: bool) -> QArray
     parts = {}
     for part, name in _part_names(place.slot.tensor, files).items():
         values = files.array(name)
-        _check_part(files, part, name, values)
+        _check_part(files, place.format, part, name, values)
         # A copy: a view of the file would change, or end the process, when the file does.
         parts[part] = jnp.array(values, copy=True)
         parts[part].block_until_ready()  # so that one tensor is on its way at a time
@@ -453,19 +453,26 @@ def check_values(files: SafetensorsFolder, places: list[Place]) -> None:
             continue
         for part, name in _part_names(place.slot.tensor, files).items():
             if part != "data":
-                _check_part(files, part, name, files.array(name))
+                _check_part(files, place.format, part, name, files.array(name))
                 files.release(name)
 
 
-def _check_part(files: SafetensorsFolder, part: str, name: str, values: np.ndarray) -> None:
+def _check_part(
+    files: SafetensorsFolder, format: Format, part: str, name: str, values: np.ndarray
+) -> None:
     """Refuse an order that is none, and scales that are NaN or infinite: every product would be."""
     if part == "perm" and not np.array_equal(np.sort(values), np.arange(len(values))):
         raise WeightFormatError(
             f"{files.path}: {name} is no order of the {len(values)} inputs: each must come once"
         )
-    if part in ("data", "zero", "perm", "scale.codes") or values.dtype == np.uint8:
+    if part in ("data", "zero", "perm", "scale.codes"):
         return
-    if not np.isfinite(values.astype(np.float32)).all():
+    if values.dtype == np.uint8:  # the codes of NaN
+        e4m3 = isinstance(format, PlanarFormat) and format.scale_dtype == "e4m3"
+        finite = (values & 0x7F) != 0x7F if e4m3 else values != 0xFF
+    else:
+        finite = np.isfinite(values.astype(np.float32))
+    if not finite.all():
         raise WeightFormatError(
             f"{files.path}: {name} has scales that are NaN or infinite; the file is damaged, get it"
             " again"

@@ -8,7 +8,7 @@ import pytest
 
 from infer.cli import eval_report
 from infer.cli.main import main
-from infer.eval import scoring
+from infer.eval import measures, scoring
 from tests.models import tiny_folder
 
 QUICK = ("--context", "48", "--windows", "2")
@@ -113,6 +113,23 @@ def test_divergence_with_its_control(folder: str, capsys: pytest.CaptureFixture[
     assert main(["eval", "divergence", folder, folder, *QUICK, "--control"]) == 0
     text = capsys.readouterr().out
     assert "identical" in text and "control, 2 windows: ratio 1.0, largest KL 0.0: exact" in text
+
+
+def test_a_control_has_the_cache_of_what_it_controls(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    real = measures.divergence
+
+    def divergence(*given: Any, **options: Any) -> Any:
+        seen.append(options["kv_dtype"])
+        return real(*given, **options)
+
+    monkeypatch.setattr(measures, "divergence", divergence)  # which `control` calls
+    kv = ("--kv-dtype", "float32", "--kv-dtype2", "int8")
+    found = _json(capsys, "divergence", folder, folder, *QUICK, "--control", *kv)
+    assert seen == ["float32", "int8"]
+    assert [x["exact"] for x in found["controls"]] == [True, True]
 
 
 def test_a_control_that_fails_is_a_failure_of_ours(

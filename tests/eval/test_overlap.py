@@ -11,10 +11,12 @@ import infer
 from infer import fingerprint
 from infer.errors import RequestError
 from infer.eval import overlap, read_text
-from infer.eval.windows import cut_ids
+from infer.eval.windows import cut, cut_ids
 from infer.fingerprint import Fingerprint
+from infer.tokenizer import Tokenizer
 from infer.weights.safetensors_writer import write_file
 from tests.models import tiny_folder
+from tests.tokenizer import tokenizer_json
 
 
 def _words(count: int, seed: int) -> str:
@@ -117,12 +119,29 @@ def test_a_model_calibrated_on_the_text_is_refused(tmp_path: Path) -> None:
     record = {fingerprint.METADATA_KEY: fingerprint.of_text(text[:10_000]).to_json()}
     write_file(folder / "quantised.safetensors", {"x": np.zeros(1)}, metadata=record)
     measure = lambda **options: infer.eval.perplexity(
-        model, {"manual": text}, context=48, windows=1, **options
+        model, {"manual": text}, context=48, **options
     )
     with pytest.raises(
         RequestError, match=r"(49|50)% of manual .* calibrated .*allow_overlap=True"
     ):
         measure()
-    measure(allow_overlap=True)
+    with pytest.raises(RequestError, match=r"100% of manual .* calibrated"):
+        measure(windows=4)
+    measure(windows=4, allow_overlap=True)
     other = infer.eval.perplexity(model, {"russian": read_text("ru")}, context=48, windows=1)
     assert other.overall.num_windows == 1
+
+
+def test_what_is_not_evaluated_does_not_count() -> None:
+    """Of the first windows of a long text, the share is theirs."""
+    text = _words(20_000, 5)
+    tokenizer = Tokenizer.from_tokenizer_json(
+        tokenizer_json.byte_level().to_str(), config={"eos_token": "<|im_end|>"}
+    )
+    used = fingerprint.of_text(text[:900])
+    first = cut("x", text, tokenizer, context=64, limit=4)
+    assert first.ids.size == 256 and overlap.share(first, used) > 0.9
+    whole = cut("x", text, tokenizer, context=64)
+    assert overlap.share(whole, used) < overlap.ALLOWED and whole.text == text
+    rest = fingerprint.of_text(text[len(text) // 2 :])
+    assert overlap.share(first, rest) == 0.0 and overlap.share(whole, rest) > 0.4

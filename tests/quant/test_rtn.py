@@ -242,6 +242,21 @@ def test_a_matrix_of_zeros(name):
     np.testing.assert_array_equal(dequantize(compiled(name)(jnp.zeros(SHAPE))), 0)
 
 
+@pytest.mark.parametrize("bits, convention", [(8, "full"), (4, "signed")])
+def test_scales_that_float16_has_few_bits_for_clip_nothing(bits, convention):
+    """Steps of float16 there are 2^-24: the scale is the next one that reaches the whole range."""
+    format, half = rtn.int_format(bits, 16), 2 ** (bits - 1)
+    jitted = jax.jit(rtn.quantize_int, static_argnums=(1, 2))
+    for largest in (3e-4, 1e-5, 2e-6, 1e-7):
+        w = np.linspace(-1, 0.9, 64, dtype=np.float32).reshape(4, 16) * np.float32(largest)
+        got = rtn.quantize_int(jnp.asarray(w), format, convention)
+        scale = np.abs(np.asarray(got.scale, np.float64))
+        exact = np.abs(w).max(1, keepdims=True) / (half if convention == "signed" else half - 0.5)
+        assert (scale >= exact * (1 - 1e-6)).all() and (scale - exact < 2.0**-24).all()
+        assert (np.abs(np.asarray(dequantize(got)) - w) <= scale * 0.5 + 1e-12).all()
+        np.testing.assert_array_equal(got.data, jitted(jnp.asarray(w), format, convention).data)
+
+
 @pytest.mark.parametrize("name", ["int4-restricted", "nf4-plain", "fp8", "mxfp8", "nvfp4", "int3"])
 def test_numbers_near_the_ends_of_float32(name):
     if name == "int4-restricted":  # scales in float16 overflow; the driver refuses them by name

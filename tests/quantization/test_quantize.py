@@ -15,9 +15,10 @@ from infer.errors import ConfigError
 from infer.models import decoder
 from infer.models.params import LayerParams, Params, random_params
 from infer.quant.formats import GGML_TYPES
-from infer.quant.methods import AWQ, GPTQ, NF4, RTN, LLMInt8, Method, SmoothQuant
+from infer.quant.methods import AWQ, FP8, GPTQ, MX, NF4, RTN, LLMInt8, Method, SmoothQuant
 from infer.quant.qarray import QArray, dequantize
-from infer.quantization import Recipe, quantize
+from infer.quantization import Recipe, driver, quantize
+from infer.quantization.observe import observe_all
 from infer.quantization.recipe import readers
 from infer.quantization.scaling import can_scale, scale_input
 from tests.models.tiny import NUM_TOKENS, llama, llama_config
@@ -185,6 +186,10 @@ def test_a_recipe_says_what_stays():
         ({"layers.*": RTN(group_size=128)}, "group_size 128 does not divide the width 32"),
         ({"layers.*": None}, "every matrix stays as it is; give at least one a method"),
         (
+            {"layers.*": RTN(group_size=16), "layers.*.down": None},
+            r"'layers.\*.down' is never reached: 'layers.\*' before it takes all that it matches",
+        ),
+        (
             {"layers.*.q": AWQ(group_size=16), "layers.*": RTN(group_size=16)},
             "layers.0: q, k, v read one input, which AWQ scales, so they need the same method",
         ),
@@ -214,7 +219,78 @@ def test_the_first_pattern_that_matches_holds():
     assert recipe.method_for("embed") is None
 
 
+def test_a_pattern_is_reached_where_it_takes_one_matrix():
+    paths = {f"layers.{i}.{m}": (8, 32) for i in (0, 1) for m in ("q", "up")}
+    rules = {"layers.0.*": None, "*.q": RTN(bits=8, group_size=16), "layers.*": RTN(group_size=16)}
+    assert set(Recipe.of(rules).methods(paths)) == {"layers.1.q", "layers.1.up"}
+    with pytest.raises(ConfigError, match=r"'\*q' is never reached: 'layers.0.\*', '\*.q' before"):
+        Recipe.of({"layers.0.*": None, "*.q": RTN(group_size=16), "*q": None}).methods(paths)
+
+
+@pytest.mark.parametrize("method", [RTN(group_size="channel"), RTN(bits=3, group_size=12)])
+def test_rows_that_fill_no_whole_bytes_are_refused_first(method):
+    """12 codes of 4 bits are 6 bytes, and yet no format holds such rows."""
+    with pytest.raises(ConfigError, match=r"layers.0.q and 1 others: a row of 12 codes .* fills"):
+        Recipe.of(method).methods({"layers.0.q": (8, 12), "layers.0.k": (8, 12)})
+    with pytest.raises(ValueError, match=r"rows of 12 codes of . bits fill no whole bytes"):
+        method.pack(jnp.ones((8, 12)))
+    assert Recipe.of(RTN(bits=8, group_size=12)).methods({"layers.0.q": (8, 12)})
+
+
+# ---- Calibration in batches ---------------------------------------------------------------------
+
+
+def test_a_number_of_sequences_that_nothing_divides_makes_few_batches(monkeypatch):
+    """AWQ's search reads the first batch: of 7 sequences it is not one alone."""
+    monkeypatch.setattr(driver, "_BATCH_TOKENS", 3 * 16)
+    params, tokens = llama(), text(7)
+    xs, length, turns = driver._embedded(params, tokens)
+    assert (length, [len(x) for x in xs]) == (16, [48, 32, 32])
+    rows = np.concatenate([np.asarray(x).reshape(-1, 16, 32) for x in xs])
+    order = [i for nth in range(3) for i in range(nth, 7, 3)]
+    np.testing.assert_array_equal(rows, np.asarray(params.embed)[tokens[order]])
+    layer, w = params.config.layers[0], params.layers[0]
+    assert isinstance(w, LayerParams)
+    some = observe_all(params.config, layer, length, w, xs, turns[layer.rope])
+    monkeypatch.setattr(driver, "_BATCH_TOKENS", 2048)
+    (x,), _, turns = driver._embedded(params, tokens)
+    whole = observe_all(params.config, layer, length, w, [x], turns[layer.rope])
+    for name, seen in whole.items():  # `down` reads what attention and its rotations gave
+        np.testing.assert_allclose(some[name].gram, seen.gram, rtol=1e-4, atol=1e-4)
+        assert some[name].count == seen.count == 7 * 16
+
+
 # ---- Bad input ----------------------------------------------------------------------------------
+
+
+def test_activations_that_overflow_are_not_searched_over():
+    params = llama()
+    w = params.layers[1]
+    large = dataclasses.replace(w, gate=w.gate * 1e20, up=w.up * 1e20)
+    params = dataclasses.replace(params, layers=(params.layers[0], large))
+    for method in (AWQ(group_size=16), SmoothQuant(), GPTQ(group_size=16)):
+        method = {"layers.1.*": method}
+        with pytest.raises(ConfigError, match=r"layers\.1: the activations that down reads"):
+            quantize(params, method, text())
+
+
+def test_no_packed_matrix_becomes_floats_for_anothers_scale():
+    params = model("mha-untied")
+    once = quantize(params, {"layers.*.v": RTN(group_size=16), "layers.1.up": NF4(group_size=16)})
+    for name, writer in (("o", r"0\.v"), ("down", r"1\.up")):
+        with pytest.raises(ConfigError, match=rf"\.{name}: AWQ .* rows of layers\.{writer}, and"):
+            quantize(once, {f"layers.*.{name}": AWQ(group_size=16)}, text())
+
+
+def test_inside_a_trace_nothing_can_be_checked():
+    for call in (lambda p: quantize(p, RTN(group_size=16)), lambda p: quantize(llama(), RTN())):
+        with pytest.raises(ConfigError, match="called inside a function that JAX traces"):
+            jax.eval_shape(call, llama())
+
+
+def test_smoothing_that_moves_nothing_is_said(caplog):
+    quantize(model("post-norms"), SmoothQuant(), text())
+    assert "SmoothQuant moves nothing: this llama model has no norms before" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -257,6 +333,23 @@ def test_scales_that_their_dtype_cannot_hold():
     with pytest.raises(ConfigError, match=r"layers\.0\.up: its scales are beyond float16"):
         quantize(params, RTN(group_size=16))
     quantize(params, RTN(group_size=16, scale_dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        RTN(bits=8, group_size=16, symmetric=False, scale_dtype="float32"),
+        NF4(group_size=16),
+        MX(scale_rule="rceil"),
+    ],
+)
+def test_numbers_that_float32_cannot_hold(method):
+    """The width of a range, the sum of the scales, and 6 x 2^126."""
+    large = jnp.sign(model("gqa-tied").embed) * 3e38
+    params = dataclasses.replace(model("gqa-tied"), embed=large)
+    with pytest.raises(ConfigError, match="embed: its weights are so large that numbers of "):
+        quantize(params, {"embed": method})
+    assert np.isfinite(dequantize(quantize(params, {"embed": FP8()}).embed)).all()
 
 
 # All inputs of the first layer are equal: its Hessian has rank one, damping makes it whole.

@@ -343,6 +343,22 @@ def test_tensors_that_are_not_what_is_said(case: str, folder: Path, tmp_path: Pa
     assert str(shown.value) == str(raised.value)
 
 
+@pytest.mark.parametrize("name, code", [("mxfp6", 0xFF), ("nvfp4", 0x7F), ("nvfp4", 0xFF)])
+def test_scales_in_a_byte_that_stands_for_nan(
+    name: str, code: int, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    packed = infer.quantize(_params(), {"layers.0.q": METHODS[name]})
+    infer.save(packed, tmp_path / "whole", tokenizer=tokenizer)
+
+    def change(arrays: dict[str, Any]) -> None:
+        arrays[f"{Q}.scale"][3, 0] = code
+
+    path = _rewritten(tmp_path / "whole", tmp_path / "m", change)
+    for read in (infer.load, summarise_folder):
+        with pytest.raises(WeightFormatError, match=rf"{Q}.scale has scales that are NaN"):
+            read(path)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
