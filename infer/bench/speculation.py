@@ -114,7 +114,16 @@ def measure(
         new_tokens: of each row, past end-of-sequence ids.
         rounds: in each of which all groups run once without and once with drafts, in turns.
         say: takes a line about what goes on.
+
+    Raises:
+        ValueError: so many tokens have no room in the model's context, or are too few to time.
     """
+    longest, context = max(map(len, prompts)), params.config.max_context
+    if longest + new_tokens > context:
+        raise ValueError(
+            f"{new_tokens} tokens a row after a prompt of {longest} pass the model's context of "
+            f"{context}; give at most {context - longest}"
+        )
     fixed = dataclasses.replace(drafter, adaptive=False)
     groups = _groups(prompts, batch)
     pair = _Pair(params=params, drafter=fixed, batch=batch, new_tokens=new_tokens)

@@ -192,7 +192,7 @@ class Job:
         pages = options.num_pages or slots * pages_per_row
         drafter, models = options.draft, (config,)
         if drafter is not None:
-            prepare.check_draft(drafter, config, pages, options.page_size)
+            prepare.check_draft(drafter, config, options)
             models = (config, *drafter.cached(config))
         check_memory(
             f"a page pool of {pages} pages of {options.page_size} tokens",
@@ -242,7 +242,9 @@ class Job:
 
     def begin_on(self, saved: StreamState) -> None:
         """Take what `saved` holds of the prompt, so that only the rest is prefilled."""
-        self.state = begin_on(saved, self.state, self.requests, self.rows[0], self.params)
+        self.state = begin_on(
+            saved, self.state, self.requests, self.rows[0], self.params, self.drafter
+        )
 
     def saved(self) -> StreamState:
         """Return a copy of a job of one request as it is now."""
@@ -366,6 +368,8 @@ class Job:
     def bursts(self, turns: int = _BURST_TURNS) -> Iterator[str]:
         """Run a few turns at a time; yield the new text of the first row after each burst."""
         self.run_to_first_tokens()
+        if self.text is not None:
+            yield self._read()  # before turns are timed
         self.learn_costs()
         while True:
             if self.text is not None:

@@ -276,15 +276,20 @@ def check_prompts(rows: list[list[int]], config: ModelConfig) -> None:
             )
 
 
-def check_draft(drafter: Drafter, config: ModelConfig, num_pages: int, page_size: int) -> None:
-    """Raise RequestError unless the drafter can draft for this model in a pool of that size."""
-    k = drafter.k
+def check_draft(drafter: Drafter, config: ModelConfig, options: RunOptions) -> None:
+    """Raise RequestError unless the drafter can draft for this model, and k drafts for a request of
+    some size in the pool that was asked for.
+
+    A pool that is as large as the requests needs no check: drafts past `max_tokens` are not asked
+    for.
+    """
+    k, num_pages, page_size = drafter.k, options.num_pages, options.page_size
     if k + 2 > config.max_context:
         raise RequestError(
             f"draft.k is {k}, and the model's context is {config.max_context}: a round is k + 1 "
             f"tokens after at least one of a prompt; lower k to {config.max_context - 2} or less"
         )
-    if k + 2 > num_pages * page_size:
+    if num_pages is not None and k + 2 > num_pages * page_size:
         raise RequestError(
             f"draft.k is {k}, and the pool has {num_pages} pages of {page_size} tokens: a round is "
             "k + 1 tokens after at least one of a prompt; lower k or raise num_pages"

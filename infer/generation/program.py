@@ -24,9 +24,9 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from infer.generation import speculation
+from infer.generation.record import record
 from infer.generation.slots import admit, begin_forks, retire
 from infer.generation.state import (
-    Finish,
     Lanes,
     Output,
     Requests,
@@ -48,13 +48,12 @@ from infer.sampling import (
     History,
     Role,
     draw_keys,
-    filtered_logits,
-    is_stop,
     log_probabilities,
     take,
     top_log_probabilities,
 )
 from infer.spec.drafters import Drafter, Tile
+from infer.spec.verify import Verified
 
 
 @pytree_dataclass
@@ -318,7 +317,9 @@ def _decode_pass(
             positions=jnp.where(first[:, None], tile.positions, -1),
             slots=jnp.where(first, tile.slots, state.cache.page_table.shape[0]),
         )
-        state = speculation.prefilled(params, drafter, state, last, implementation)
+        read = lambda s: speculation.prefilled(params, drafter, s, last, implementation)
+        # Few turns have such a token, and a drafter's pass over padding is as dear as any.
+        state = at_most_once(jnp.any(active & first), read, state)
         generating = active & ~first
         state = speculation.decoded(params, drafter, state, generating, x, tokens, implementation)
     cache = state.cache
@@ -364,9 +365,6 @@ def _emit(
     """Sample a token for each slot that is ready, record it, and free the slots that are
     finished.
     """
-    ready = ready_rows.rows
-    num_requests = requests.prompts.shape[0]
-    vocab = params.config.vocab_size
     sampling = take(requests.sampling, state.request)
     raw = decoder.logits(params, ready_rows.x, implementation)
     row = row_of(state, requests)
@@ -380,42 +378,16 @@ def _emit(
         allowed = process_logits(raw, sampling, history, implementation)
         keys = draw_keys(sampling.key, requests.choice[row], state.num_generated, Role.DRAW)
         token = sample(allowed, sampling, keys, implementation)
-        total = logsumexp(raw, implementation)
-        # A row with a NaN, or with nothing left to draw, has no answer.
-        nothing = jnp.isneginf(log_probabilities(allowed, token, jnp.zeros_like(total)))
-        sane = ~jnp.isnan(total) & ~nothing
-        reported = filtered_logits(allowed, sampling) if processed else raw
-        total = logsumexp(reported, implementation) if processed else total
-    out, column = state.output, state.num_generated
-    broken = ready & ~sane
-    ready = ready & sane
-    target = jnp.where(ready, state.request, num_requests)
-    num_generated = column + ready.astype(jnp.int32)
-    stopped = ready & is_stop(token, sampling) & (num_generated >= sampling.min_tokens)
-    finished = stopped | broken | (ready & (num_generated >= sampling.max_tokens))
-    reason = jnp.where(stopped, Finish.STOP, Finish.LENGTH)
-    reason = jnp.where(broken, Finish.ABORT, reason).astype(jnp.int8)
-    put = lambda leaf, value: leaf.at[target, column].set(value, mode="drop")
-    num_logprobs = out.top_tokens.shape[-1]
-    top_tokens, top_logprobs = out.top_tokens, out.top_logprobs
-    if num_logprobs:
-        ids, values = top_log_probabilities(reported, num_logprobs, total)
-        top_tokens, top_logprobs = put(top_tokens, ids), put(top_logprobs, values)
-    done = jnp.where(finished, state.request, num_requests)
-    output = dataclasses.replace(
-        out,
-        tokens=put(out.tokens, token),
-        logprobs=put(out.logprobs, log_probabilities(reported, token, total)),
-        top_tokens=top_tokens,
-        top_logprobs=top_logprobs,
-        lengths=out.lengths.at[target].set(num_generated, mode="drop"),
-        finish=out.finish.at[done].set(reason, mode="drop"),
-        stop_reason=out.stop_reason.at[done].set(jnp.where(stopped, token, vocab), mode="drop"),
-    )
-    state = dataclasses.replace(
+    none = jnp.zeros_like(token)
+    drawn = Verified(num_accepted=none, tokens=token[:, None], count=none + 1)
+    state, _, finished = record(
+        requests,
         state,
-        num_generated=num_generated,
-        last_token=jnp.where(ready, token, state.last_token),
-        output=output,
+        ready_rows.rows,
+        raw[:, None],
+        allowed[:, None],
+        drawn,
+        processed,
+        implementation,
     )
     return retire(state, requests, finished)

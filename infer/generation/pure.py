@@ -70,7 +70,7 @@ def generate_pure(
     given, state, caps = _sampling(config, sampling, key, num_requests, length, max_tokens, options)
     drafter = options.draft
     if drafter is not None:
-        prepare.check_draft(drafter, config, caps.pages, caps.page_size)
+        prepare.check_draft(drafter, config, options)
     requests = Requests(
         prompts=prompts.astype(jnp.int32)[given.prompt],
         prompt_lens=lens[given.prompt],

@@ -97,15 +97,21 @@ def check_fits(saved: StreamState, params: Params) -> None:
 
 
 def begin_on(
-    saved: StreamState, state: State, requests: Requests, row: Row, params: Params
+    saved: StreamState,
+    state: State,
+    requests: Requests,
+    row: Row,
+    params: Params,
+    drafter: Drafter | None,
 ) -> State:
     """Return the state before the first turn with all that `saved` holds of the prompt in place."""
     check_fits(saved, params)
     pools = lambda cache: [(leaf.shape[1], leaf.shape[3]) for leaf in cache.k_pages]
     if pools(saved.state.cache) != pools(state.cache):
         raise RequestError(
-            f"the state's drafter is {saved.drafter}, whose keys and values lie beside the model's;"
-            " go on with a drafter of the same model"
+            f"the drafter is {drafter} and the state's {saved.drafter}; keys and "
+            "values of a drafter that is a model lie beside the target's: go on with a drafter of "
+            "the same model, or without the state"
         )
     have, need = (dtype_of(c.k_pages[0]) for c in (saved.state.cache, state.cache))
     if have != need:

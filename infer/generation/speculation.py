@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from infer.generation.record import record
 from infer.generation.slots import retire
 from infer.generation.state import (
-    Finish,
-    Output,
     Requests,
     Speculation,
     State,
@@ -31,18 +30,11 @@ from infer.generation.state import (
 from infer.models import decoder
 from infer.models.paged_forward import through_layers
 from infer.models.params import Params
-from infer.ops.sample import logsumexp, process_logits, sample
+from infer.ops.sample import process_logits, sample
 from infer.pytree import Leaf, pytree_dataclass
-from infer.sampling import (
-    History,
-    filtered_logits,
-    log_probabilities,
-    take,
-    top_log_probabilities,
-)
+from infer.sampling import History, take
 from infer.spec import policy
 from infer.spec.drafters import Asked, Drafter, Proposal, Seen, Tile, clipped
-from infer.spec.endings import cut
 from infer.spec.rounds import Round, plain_keys
 from infer.spec.target import at_positions, filtered, is_greedy, processed_logits
 from infer.spec.verify import Rule, Verified, verify, verify_equal
@@ -159,7 +151,7 @@ def plan(
             params, s.cache, _of(s).drafter, asked, implementation
         )
         s = _with_carry(dataclasses.replace(s, cache=cache), carry)
-        return s, clipped(found, asked.most)
+        return s, clipped(drafter, found, asked.most, params.config.vocab_size)
 
     shapes = jax.eval_shape(lambda s: ask((s, Proposal(None, None, None)))[1], state)
     none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -311,10 +303,11 @@ def verify_round(
             allowed,
             implementation,
         )
-    state = dataclasses.replace(state, cache=cache)
-    state, kept, finished = _recorded(
+    state, kept, finished = record(
         requests, state, rows, raw, allowed, result, processed, implementation
     )
+    lengths = cache.lengths.at[:num_slots].add(kept)
+    state = dataclasses.replace(state, cache=dataclasses.replace(cache, lengths=lengths))
     seen = Seen(
         rows=rows,
         x=x.reshape(num_slots, k + 1, -1),
@@ -400,80 +393,6 @@ def _judged(
     if drafter.judged_by is Rule.COUPLED:
         return by_draws()
     return lax.cond(jnp.all(is_greedy(sampling) | ~rows), by_draws, by_rule)
-
-
-def _recorded(
-    requests: Requests,
-    state: State,
-    rows: Bool[Array, " B"],
-    raw: Float[Array, "B k1 V"],
-    allowed: Float[Array, "B k1 V"],
-    result: Verified,
-    processed: bool,
-    implementation: str | None,
-) -> tuple[State, Int[Array, " B"], Bool[Array, " B"]]:
-    """Write a round's tokens and log-probabilities behind the others of each row; return also how
-    many there are, and which slots are finished.
-    """
-    num_requests, (num_slots, width, vocab) = requests.prompts.shape[0], raw.shape
-    sampling = take(requests.sampling, state.request)
-    flat = lambda leaf: leaf.reshape(num_slots * width, *leaf.shape[2:])
-    total = logsumexp(flat(raw), implementation)
-    reported, of_reported = flat(raw), total
-    if processed:
-        reported = filtered_logits(flat(allowed), at_positions(sampling, width))
-        of_reported = logsumexp(reported, implementation)
-    token = flat(result.tokens)
-    # A position with a NaN, or with nothing left to draw, has no answer.
-    nothing = jnp.isneginf(log_probabilities(flat(allowed), token, jnp.zeros_like(total)))
-    insane = (jnp.isnan(total) | nothing).reshape(num_slots, width)
-    ending = cut(result, sampling, state.num_generated)
-    column = jnp.arange(width, dtype=jnp.int32)[None, :]
-    insane = insane & (column < ending.count[:, None])
-    broken = jnp.any(insane, axis=1)
-    count = jnp.where(broken, jnp.argmax(insane, axis=1).astype(jnp.int32), ending.count)
-    count = jnp.where(rows, count, 0)
-    stopped = rows & ending.stopped & ~broken
-    finished = rows & (ending.finished | broken)
-    reason = jnp.where(stopped, Finish.STOP, Finish.LENGTH)
-    reason = jnp.where(broken, Finish.ABORT, reason).astype(jnp.int8)
-
-    emitted = column < count[:, None]
-    target = jnp.where(emitted, state.request[:, None], num_requests)
-    at = target, state.num_generated[:, None] + column
-    put = lambda leaf, value: leaf.at[at].set(
-        value.reshape(num_slots, width, *value.shape[1:]), mode="drop"
-    )
-    out = state.output
-    top_tokens, top_logprobs = out.top_tokens, out.top_logprobs
-    if top_tokens.shape[-1]:
-        ids, values = top_log_probabilities(reported, top_tokens.shape[-1], of_reported)
-        top_tokens, top_logprobs = put(top_tokens, ids), put(top_logprobs, values)
-    row = jnp.where(rows, state.request, num_requests)
-    done = jnp.where(finished, state.request, num_requests)
-    last = jnp.take_along_axis(result.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    num_generated = state.num_generated + count
-    output = Output(
-        tokens=put(out.tokens, token),
-        logprobs=put(out.logprobs, log_probabilities(reported, token, of_reported)),
-        top_tokens=top_tokens,
-        top_logprobs=top_logprobs,
-        lengths=out.lengths.at[row].set(num_generated, mode="drop"),
-        finish=out.finish.at[done].set(reason, mode="drop"),
-        stop_reason=out.stop_reason.at[done].set(jnp.where(stopped, last, vocab), mode="drop"),
-        prompt_logprobs=out.prompt_logprobs,
-        prompt_top_tokens=out.prompt_top_tokens,
-        prompt_top_logprobs=out.prompt_top_logprobs,
-    )
-    cache = state.cache
-    state = dataclasses.replace(
-        state,
-        cache=dataclasses.replace(cache, lengths=cache.lengths.at[:num_slots].add(count)),
-        num_generated=num_generated,
-        last_token=jnp.where(count > 0, last, state.last_token),
-        output=output,
-    )
-    return state, count, finished
 
 
 def _of(state: State) -> Speculation:

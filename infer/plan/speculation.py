@@ -35,8 +35,10 @@ def expected_tokens(alpha: float, k: int) -> float:
     """
     _check_alpha(alpha)
     _check_k(k, 0)
-    # The sum, not the quotient: exact at alpha = 1 and near it.
-    return math.fsum(alpha**i for i in range(k + 1))
+    if alpha in (0, 1):
+        return 1.0 + alpha * k
+    # By expm1: exact near alpha = 1 too.
+    return math.expm1((k + 1) * math.log(alpha)) / (alpha - 1)
 
 
 def expected_tokens_by_position(alphas: Sequence[float]) -> float:

@@ -46,6 +46,9 @@ def parse_drafter(text: str) -> Drafter:
         form = "self:LAYERS or self:LAYERS:K" if name == "self" else f"{name} or {name}:K"
         raise ConfigError(f"draft is {text!r:.80}; it must be {form}")
     options: dict[str, Any] = dict(zip(names, map(int, sizes), strict=False))
+    if name == "lookahead" and sizes:
+        # An n-gram is longer than no chain of drafts and the token before it.
+        options["n"] = max(2, min(Lookahead.n, options["k"] + 1))
     return _KINDS[name](**options)
 
 

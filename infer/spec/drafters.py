@@ -14,7 +14,6 @@ on the tokens before the round and on the drafts that it counts, never on one th
 import dataclasses
 import enum
 import itertools
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -282,10 +281,41 @@ class Suffix(Drafter):
         return _proposed(drafts), cache, carry
 
 
-def clipped(proposal: Proposal, most: Int[Array, " B"]) -> Proposal:
-    """Return the proposal with at most so many drafts a row."""
-    count = jnp.clip(proposal.count, 0, jnp.minimum(most, proposal.tokens.shape[1]))
-    return Proposal(tokens=proposal.tokens, probs=proposal.probs, count=count.astype(jnp.int32))
+def clipped(
+    drafter: Drafter, proposal: Proposal, most: Int[Array, " B"], vocab_size: int
+) -> Proposal:
+    """Return the drafter's proposal with at most so many drafts a row.
+
+    Raises:
+        ValueError: its arrays are no proposal of k drafts a row.
+    """
+    _check_proposal(drafter, proposal, most.shape[0], vocab_size)
+    count = jnp.clip(proposal.count, 0, jnp.minimum(most, drafter.k))
+    return Proposal(
+        tokens=proposal.tokens.astype(jnp.int32),
+        probs=proposal.probs,
+        count=count.astype(jnp.int32),
+    )
+
+
+def _check_proposal(drafter: Drafter, proposal: Any, num_rows: int, vocab_size: int) -> None:
+    name, k = type(drafter).__name__, drafter.k
+    if not isinstance(proposal, Proposal):
+        raise ValueError(
+            f"{name}.propose returned a {type(proposal).__name__} first; it must return a "
+            "Proposal, the cache and the carry"
+        )
+    wanted = {"tokens": ((num_rows, k), jnp.integer), "count": ((num_rows,), jnp.integer)}
+    if proposal.probs is not None:
+        wanted["probs"] = ((num_rows, k, vocab_size), jnp.floating)
+    for field, (shape, kind) in wanted.items():
+        value = getattr(proposal, field)
+        if value.shape != shape or not jnp.issubdtype(value.dtype, kind):
+            raise ValueError(
+                f"{name} proposed {field} {value.dtype}{list(value.shape)}; for {num_rows} rows, "
+                f"k = {k} and {vocab_size} tokens it must be "
+                f"{'floats' if kind is jnp.floating else 'integers'} {list(shape)}"
+            )
 
 
 def _proposed(drafts: Drafts) -> Proposal:
@@ -329,11 +359,17 @@ def _costs(costs: Any, tiers: tuple[int, ...]) -> tuple[float, ...] | None:
         return None
     found = tuple(costs) if isinstance(costs, (tuple, list)) else ()
     numbers = all(isinstance(c, (int, float)) and not isinstance(c, bool) for c in found)
-    if not numbers or len(found) != len(tiers) or not all(0 < c < math.inf for c in found):
+    if not numbers or len(found) != len(tiers) or not all(_is_cost(c) for c in found):
         raise RequestError(
-            f"costs is {costs!r}; it must be a number above 0 for each of the tiers {tiers}"
+            f"costs is {costs!r}; it must be a number above 0 for each of the tiers {tiers}, from "
+            "1e-30 to 1e30: they are float32"
         )
     return tuple(map(float, found))
+
+
+def _is_cost(value: float) -> bool:
+    # Far inside float32, with room for what is computed from them.
+    return 1e-30 <= value <= 1e30
 
 
 def _check_ints(**values: Any) -> None:

@@ -21,6 +21,8 @@ from jaxtyping import Int
 
 from infer.spec.context import Context, Drafts
 
+MOST_MATCH = 256  # tokens that are compared at most: each is a step of the program
+
 
 class Occurrence(enum.Enum):
     """Which of several equally long matches is taken."""
@@ -43,7 +45,7 @@ def ngram_drafts(
         context: the sequences.
         k: drafts; at least 1.
         min_match: tokens that must match; at least 1.
-        max_match: tokens that are compared at most; at least `min_match`.
+        max_match: tokens that are compared at most; `min_match` to 256.
         occurrence: which of the longest matches is taken.
 
     Raises:
@@ -96,8 +98,8 @@ def check_drafts(k: int) -> None:
 
 def check_matches(min_match: int, max_match: int) -> None:
     """Raise ValueError for lengths of n-grams that cannot be looked for."""
-    if not 1 <= min_match <= max_match:
+    if not 1 <= min_match <= max_match <= MOST_MATCH:
         raise ValueError(
-            f"min_match is {min_match} and max_match {max_match}; 1 <= min_match <= max_match: the "
-            "shortest and the longest n-gram that is looked for"
+            f"min_match is {min_match} and max_match {max_match}; 1 <= min_match <= max_match <= "
+            f"{MOST_MATCH}: the shortest and the longest n-gram that is looked for"
         )

@@ -12,12 +12,14 @@ sequence itself, which needs no state.  Of equally frequent tokens the one that 
 is taken.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int
 
 from infer.spec.context import Context, Drafts
-from infer.spec.ngram import check_drafts, match_lengths
+from infer.spec.ngram import MOST_MATCH, check_drafts, match_lengths
 
 MOST_VOTERS = 64
 
@@ -36,7 +38,7 @@ def suffix_drafts(
     Args:
         context: the sequences.
         k: drafts at most; at least 1.
-        max_depth: tokens of the suffix that are compared at most; at least `min_match`.
+        max_depth: tokens of the suffix that are compared at most; `min_match` to 256.
         min_match: tokens that must match; at least 1.
         spec_factor: drafts a matched token; above 0.
         min_token_prob: least estimated probability that all drafts up to one stand; 0 to 1.
@@ -48,7 +50,8 @@ def suffix_drafts(
     check_options(max_depth, min_match, spec_factor, min_token_prob)
     matched = match_lengths(context, max_depth)
     longest = jnp.max(matched, axis=1)
-    most = jnp.floor(spec_factor * longest.astype(jnp.float32)).astype(jnp.int32)
+    # At most k, before a large factor leaves the integers.
+    most = jnp.minimum(jnp.floor(spec_factor * longest.astype(jnp.float32)), k).astype(jnp.int32)
     going = longest >= min_match
     at, voters = _latest(matched == longest[:, None], MOST_VOTERS)
     chance = jnp.ones(longest.shape, jnp.float32)
@@ -97,14 +100,14 @@ def check_options(
     max_depth: int, min_match: int, spec_factor: float, min_token_prob: float
 ) -> None:
     """Raise ValueError for a parameter of `suffix_drafts` that is out of range."""
-    if not 1 <= min_match <= max_depth:
+    if not 1 <= min_match <= max_depth <= MOST_MATCH:
         raise ValueError(
-            f"min_match is {min_match} and max_depth {max_depth}; 1 <= min_match <= max_depth: "
-            "the shortest and the longest suffix that is looked for"
+            f"min_match is {min_match} and max_depth {max_depth}; 1 <= min_match <= max_depth <= "
+            f"{MOST_MATCH}: the shortest and the longest suffix that is looked for"
         )
-    if not spec_factor > 0:
+    if not 0 < spec_factor < math.inf:
         raise ValueError(
-            f"spec_factor is {spec_factor}; it must be above 0: drafts a matched token"
+            f"spec_factor is {spec_factor}; it must be above 0 and finite: drafts a matched token"
         )
     if not 0 <= min_token_prob <= 1:
         raise ValueError(f"min_token_prob is {min_token_prob}; it is a probability, 0 to 1")

@@ -72,7 +72,8 @@ def verify(
 
     Args:
         logits: of the target, as `target_logits` gives them: position i is after i drafts.
-        draft_tokens: what is past a row's number of drafts is not looked at.
+        draft_tokens: what is past a row's number of drafts is not looked at; an id that is no token
+            falls.
         draft_probs: the distribution that each draft was drawn from, with `round_keys(round, k,
             Role.DRAFT)` or anything else that is independent of the round's other keys.  None: the
             drafts are a function of the tokens before the round, not drawn (one-hot q).
@@ -160,7 +161,9 @@ def _judge(
     """Return how many drafts the token rule or block verification accepts, and the next token."""
     num_drafts, vocab = draft_tokens.shape[1], logits.shape[2]
     p = _probabilities(logits)
-    ours = _at(p[:, :-1], draft_tokens)
+    # An id that is no token has no probability: it falls, and nothing reads past the end for it.
+    is_token = (draft_tokens >= 0) & (draft_tokens < vocab)
+    ours = jnp.where(is_token, _at(p[:, :-1], draft_tokens), 0.0)
     if draft_probs is None:
         q, theirs = jax.nn.one_hot(draft_tokens, vocab, dtype=jnp.float32), jnp.ones_like(ours)
     else:
@@ -200,7 +203,9 @@ def _accepted_by_block(
             rest = mass + 1.0 - w
             # Nothing left and w = 1: p and q agree at the next position, which accepts for certain.
             inner = jnp.where(rest > 0, mass / jnp.where(rest > 0, rest, 1.0), 1.0)
-            h = jnp.where(count == i, w, inner)
+            # A position without a distribution ends the sequence: this draft is the last there is.
+            ends = (count == i) | ~jnp.any(p[:, i] > 0, axis=1)
+            h = jnp.where(ends, w, inner)
         stands = (u[:, i - 1] < h) & (i <= count)
         accepted, weight = jnp.where(stands, i, accepted), jnp.where(stands, w, weight)
     return accepted, weight

@@ -42,6 +42,12 @@ def test_a_drafter_that_found_nothing_is_a_slower_plain_run() -> None:
     assert predicted_speedup(nothing, COSTS, batch=1) == pytest.approx(2.0 / 2.4)
 
 
+def test_tokens_past_the_context_are_refused_before_anything_runs() -> None:
+    pair = tiny.llama(), [[1, 2], [3]], SelfDraft(layers=1)
+    with pytest.raises(ValueError, match=r"127 tokens .* context of 128; give at most 126"):
+        measure(*pair, batch=1, new_tokens=127, rounds=1, say=print)
+
+
 def test_a_pair_is_measured() -> None:
     params = late_layers_idle(tiny.llama(), 1)
     lines: list[str] = []

@@ -18,9 +18,10 @@ from infer.errors import RequestError
 from infer.generation.host import Job
 from infer.generation.prepare import RunOptions
 from infer.models.params import Params
+from infer.pytree import pytree_dataclass, static
 from infer.sampling import SamplingParams
-from infer.spec import Lookahead, NGram, Suffix
-from infer.spec.drafters import Drafter
+from infer.spec import DraftModel, Lookahead, NGram, Suffix
+from infer.spec.drafters import Drafter, Proposal
 from tests.generation.test_generate import Letters
 from tests.models import tiny
 from tests.spec.table_model import Table
@@ -286,11 +287,91 @@ def test_what_cannot_draft_is_refused_by_name(draft, options, message: str) -> N
         )
 
 
+def test_more_drafts_than_a_short_request_has_tokens() -> None:
+    # Those that fit are drafted: what the pool holds depends on the company.
+    draft = NGram(k=40, min_match=1, adaptive=False)
+    run = functools.partial(infer.generate, tiny.llama(), [[7] * 9], sampling=GREEDY(max_tokens=9))
+    plain, drafted = run(), run(draft=draft)
+    assert drafted.token_ids(0) == plain.token_ids(0)
+    assert 0 < drafted.stats["drafted"] <= 7 * 8
+
+
 def test_a_context_shorter_than_a_round_is_refused() -> None:
     config = tiny.llama_config(max_context=16)
     params = dataclasses.replace(tiny.llama(), config=config)
     with pytest.raises(RequestError, match=r"draft\.k is 15, and the model's context is 16"):
         infer.generate(params, [[1, 2]], sampling=GREEDY(max_tokens=4), draft=NGram(k=15))
+
+
+@pytree_dataclass
+class Proposing(Drafter):
+    """Proposes nothing, in arrays of some shape, and counts the passes that it is shown."""
+
+    tokens_width: int = static(default=3, kw_only=True)
+    probs_width: int | None = static(default=None, kw_only=True)
+    dtype: str = static(default="int32", kw_only=True)
+
+    def create(self, target: Params, num_slots: int) -> jax.Array:
+        return jnp.zeros(num_slots, jnp.int32)
+
+    def prefill(self, target, cache, carry, tile, implementation):
+        return cache, carry + 1
+
+    def propose(self, target, cache, carry, asked, implementation):
+        rows = asked.most.shape[0]
+        tokens = jnp.zeros((rows, self.tokens_width), self.dtype)
+        probs = None if self.probs_width is None else jnp.ones((rows, self.k, self.probs_width))
+        return Proposal(tokens=tokens, probs=probs, count=asked.most * 0), cache, carry
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(tokens_width=1),
+            "Proposing proposed tokens int32[1, 1]; for 1 rows, k = 3 and 96 tokens it must be "
+            "integers [1, 3]",
+        ),
+        (dict(dtype="float32"), "tokens float32[1, 3]; for"),
+        (dict(probs_width=7), "probs float32[1, 3, 7]; for 1 rows, k = 3 and 96 tokens it must"),
+    ],
+)
+def test_a_proposal_of_another_shape_is_refused_by_name(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        infer.generate(
+            tiny.llama(), [[1, 2]], sampling=GREEDY(max_tokens=4), draft=Proposing(k=3, **options)
+        )
+
+
+def test_a_drafter_is_shown_passes_that_hold_prompt_tokens_and_no_others() -> None:
+    options = RunOptions(draft=Proposing(k=3, adaptive=False), num_slots=2)
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    each = [GREEDY(max_tokens=20), GREEDY(max_tokens=7), GREEDY(max_tokens=7)]
+    job = Job.prepare(tiny.llama(), prompts, None, None, each, None, options)
+    job.run_all()
+    # Two prompts in prefill passes of their own turns, and a lone token in a decode pass.
+    assert job.stats()["prefill_passes"] == 2 and job.stats()["decode_passes"] > 15
+    assert job.state.speculation.drafter.tolist() == [3, 3]
+
+
+def test_a_streams_first_piece_comes_before_turns_are_timed() -> None:
+    # A program of its own: its costs are not known yet.
+    draft = NGram(k=5, min_match=1, max_match=3)
+    stream = infer.stream(
+        tiny.llama(), [1, 2, 3], tokenizer=Letters(), sampling=GREEDY(max_tokens=99), draft=draft
+    )
+    next(stream)
+    assert int(stream.state.state.counters.turns) == 1
+    assert len("".join(stream)) > 90
+
+
+def test_a_state_without_a_drafters_keys_is_no_beginning_for_one() -> None:
+    run = functools.partial(infer.stream, tiny.llama(), tokenizer=Letters())
+    first = run([1, 2, 3], sampling=GREEDY(max_tokens=20))
+    next(first)
+    longer, draft = [*first.state.ids(), 5], DraftModel(tiny.llama(), k=2)
+    with pytest.raises(RequestError, match=r"the drafter is DraftModel\(.* and the state's None;"):
+        run(longer, sampling=GREEDY(max_tokens=20), state=first.state, draft=draft)
 
 
 def test_a_drafter_without_propose_says_so() -> None:

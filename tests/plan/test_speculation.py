@@ -50,6 +50,10 @@ def test_ends_of_the_range() -> None:
     assert speculation.expected_tokens(1.0, 5) == 6
     assert speculation.expected_tokens(0.0, 5) == 1
     assert speculation.expected_tokens(0.9, 0) == 1
+    assert speculation.expected_tokens(1 - 2**-53, 999) == pytest.approx(1000, rel=1e-12)
+    assert speculation.expected_tokens(5e-324, 3) == 1
+    # Not a sum over a trillion drafts.
+    assert speculation.expected_tokens(0.5, 10**12) == 2
     assert speculation.best_k(0.1, 0.2) == (0, 1.0)
     assert speculation.best_k(0.5, 0.0, most=7)[0] == 7
     assert speculation.expected_tokens_by_position([0.8] * 4) == pytest.approx(3.3616)

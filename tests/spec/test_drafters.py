@@ -36,6 +36,9 @@ def test_options_are_static() -> None:
         (NGram, dict(k=4, tiers=(0, 3, 3, 4)), "each must be larger than the one before"),
         (NGram, dict(k=4, costs=(1.0,)), "costs is (1.0,); it must be a number above 0"),
         (NGram, dict(k=4, costs=(1.0, 0)), "it must be a number above 0 for each of the tiers"),
+        (NGram, dict(k=4, costs=(1.0, 1e-60)), "from 1e-30 to 1e30: they are float32"),
+        (NGram, dict(k=4, costs=(1.0, float("nan"))), "it must be a number above 0"),
+        (NGram, dict(max_match=10**6), "1 <= min_match <= max_match <= 256"),
         (NGram, dict(min_match=0), "1 <= min_match <= max_match"),
         (NGram, dict(min_match=3, max_match=2), "1 <= min_match <= max_match"),
         (NGram, dict(max_match="5"), "max_match is '5'; it must be an integer"),
@@ -43,6 +46,8 @@ def test_options_are_static() -> None:
         (Lookahead, dict(k=3, n=5), "n is 5; it must be an integer from 2 to 4"),
         (Lookahead, dict(pool=0), "pool is 0; it must be an integer from 1 to 4096"),
         (Suffix, dict(max_depth=0), "1 <= min_match <= max_depth"),
+        (Suffix, dict(max_depth=257), "1 <= min_match <= max_depth <= 256"),
+        (Suffix, dict(spec_factor=float("inf")), "it must be above 0 and finite"),
         (Suffix, dict(spec_factor=0), "spec_factor is 0; it must be above 0"),
         (Suffix, dict(spec_factor="1"), "spec_factor is '1'; it must be a number"),
         (Suffix, dict(min_token_prob=1.5), "it is a probability, 0 to 1"),
@@ -56,6 +61,8 @@ def test_options_out_of_range_are_named(kind: type, options: dict, message: str)
 def test_names_of_the_command_line() -> None:
     assert parse_drafter("ngram") == NGram()
     assert parse_drafter("suffix:8") == Suffix(k=8)
+    assert parse_drafter("lookahead:1") == Lookahead(k=1, n=2)
+    assert parse_drafter("lookahead:8") == Lookahead(k=8)
     assert parse_drafter("self:6:2") == SelfDraft(layers=6, k=2)
     for text, message in {
         "medusa": "no drafter 'medusa'; there are ngram, suffix, lookahead and self:LAYERS, each",

@@ -123,6 +123,31 @@ def test_a_position_without_a_distribution_ends_a_round_as_the_plain_draw_would(
     assert sample(raw[:, 1], state, keys).tolist() == [0]
 
 
+@pytest.mark.parametrize("probs", [None, [0.25] * 4])
+@pytest.mark.parametrize("rule", RULES)
+def test_ids_that_are_no_tokens_fall(rule: Rule, probs) -> None:
+    logits, count = jnp.zeros((300, 3, 4)), jnp.full(300, 2, jnp.int32)
+    q = None if probs is None else _rows(probs, 300, 2)
+    drafts = jnp.tile(jnp.asarray([[-1, 0], [4, 0], [2**30, 0]], jnp.int32), (100, 1))
+    got = _verify(logits, drafts, q, count, jnp.zeros(300, bool), rule)
+    assert not got.num_accepted.any()
+    assert set(np.asarray(got.tokens[:, 0]).tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_token_before_a_position_without_a_distribution_has_its_own(rule: Rule) -> None:
+    runs, p = 100_000, [0.1, 0.2, 0.3, 0.4]
+    one = jnp.stack([jnp.log(_rows(p)), jnp.full(4, jnp.nan), jnp.zeros(4)])
+    logits, q = jnp.broadcast_to(one, (runs, 3, 4)), _rows([0.25] * 4, runs, 2)
+    drafts = jax.random.randint(jax.random.key(1), (runs, 2), 0, 4, jnp.int32)
+    count = jnp.full(runs, 2, jnp.int32)
+    got = _verify(logits, drafts, q, count, jnp.zeros(runs, bool), rule)
+    first = np.bincount(np.asarray(got.tokens[:, 0]), minlength=4) / runs
+    # Five standard deviations.
+    np.testing.assert_allclose(first, p, atol=0.008)
+    assert int(got.num_accepted.max()) == 1
+
+
 def _no_history(rows: int, room: int = 8) -> History:
     zeros = jnp.zeros((rows, room), jnp.int32)
     none = jnp.zeros(rows, jnp.int32)
