@@ -233,19 +233,25 @@ def versions() -> dict[str, str]:
 
 
 def windows_of(tokenizer: Any, text: str) -> np.ndarray:
-    """Return the windows that are scored, [WINDOWS, CONTEXT]."""
-    ids = tokenizer.encode(text)
-    return np.array(ids[: WINDOWS * CONTEXT]).reshape(WINDOWS, CONTEXT)
+    """Return the windows that are scored, [WINDOWS, CONTEXT], as `infer eval` cuts them."""
+    from infer.eval.windows import cut
+
+    return cut("text", text, tokenizer, context=CONTEXT, limit=WINDOWS).ids
 
 
 def calibration_of(tokenizer: Any) -> np.ndarray:
-    """Return calibration sequences: the ends of the texts, whose beginnings are scored."""
+    """Return calibration sequences: the ends of the texts, whose beginnings are scored; BOS stands
+    in front of each where the tokenizer's rule has one.
+    """
     from infer.eval.texts import read_text
 
     count, length = CALIBRATION
     share = count // len(TEXTS) * length
     parts = [tokenizer.encode(read_text(name))[-share:] for name in TEXTS]
-    return np.concatenate([np.array(part) for part in parts]).reshape(-1, length)
+    rows = np.concatenate([np.array(part) for part in parts]).reshape(-1, length)
+    if tokenizer.add_bos:
+        rows[:, 0] = tokenizer.bos_id
+    return rows
 
 
 def decoded(params: Any) -> Any:

@@ -13,7 +13,7 @@ from tests.real_models import real_model_path
 
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.skipif(not native.available(), reason="native operations are not built"),
+    pytest.mark.skipif(not native.by_default(), reason="native operations are not built, or off"),
 ]
 PROMPTS = [
     "one two three one two three one",
