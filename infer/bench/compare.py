@@ -246,11 +246,14 @@ def text_of(found: dict[str, Any]) -> str:
     """Return the figures of `measure` for people."""
     mine = found["ours"]
     ran = ", ".join(sorted(set(mine["implementations"].values())))
+    # INFER_NUM_THREADS can be less than the cores that this process has.
+    threads = mine.get("native_threads")
+    own_threads = "" if threads is None else f", {counted(threads, 'thread')}"
     lines = [
         f"{found['model']} on {found['cpu']}, {counted(found['threads'], 'thread')}, "
         f"{counted(found['rounds'], 'round')}",
         f"ours: {mine['weights']} weights, {mine['cache']} cache, {ran}; native operations: "
-        f"{mine['native']}",
+        f"{mine['native']}{own_threads}",
     ]
     for label, peer in found["peers"].items():
         build = peer.get("build_flags", "not recorded")

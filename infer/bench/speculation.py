@@ -256,7 +256,8 @@ def text_of(found: dict[str, Any]) -> str:
             f"  predicted {r['predicted_speedup']:.3f}, measured {r['measured_speedup']:.3f} "
             f"({r['plain_tokens_per_s']:.1f} to {r['draft_tokens_per_s']:.1f} tokens/s), "
             f"predicted/measured {r['predicted_over_measured']:.3f}",
-            f"  best k at v = 1: {r['best_k']} ({r['speedup_at_best_k']:.2f} times)"
+            f"  if judging all drafts cost no more than a step (v = 1), best k {r['best_k']}: "
+            f"{r['speedup_at_best_k']:.2f} times"
             + ("" if r["equal_tokens"] else "; THE TOKENS DIFFER"),
         ]
     return "\n".join(lines)

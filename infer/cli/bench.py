@@ -35,7 +35,10 @@ def bench(
         ),
     ],
     model: Annotated[
-        str, typer.Option("--model", "-m", help="A known name or a GGUF file.")
+        str,
+        typer.Option(
+            "--model", "-m", help="As in `infer generate`; for peers a known name or a GGUF file."
+        ),
     ] = "smollm2-135m",
     against: Annotated[
         str, typer.Option(help=f"Peers in turns with ours, of {', '.join(_PEERS)}.")

@@ -52,7 +52,7 @@ def drafter_of(
     if by_name.is_kind(text):
         return by_name.parse_drafter(text)
     name, k = _model_and_k(text)
-    loaded, _ = load_model(name, dtype, packed, implementation)
+    loaded, _ = load_model(name, dtype, packed, implementation, beside=True)
     return DraftModel.of(loaded, target, **({} if k is None else {"k": k}))
 
 

@@ -79,7 +79,9 @@ class Running:
         found: dict[tuple[str, bool | None], Any] = {}
         for name, packed in named:
             if (name, packed) not in found:
-                found[name, packed] = load_model(name, self.dtype, packed, self.implementation)[0]
+                found[name, packed] = load_model(
+                    name, self.dtype, packed, self.implementation, beside=bool(found)
+                )[0]
         return [found[each] for each in named]
 
 
@@ -99,13 +101,7 @@ class Measured(Running):
         bool,
         typer.Option("--allow-overlap", help="Evaluate on text that calibrated a model, too."),
     ] = False
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of the cache: float32, bfloat16, float16, int8, int4, float8_e4m3 [default: "
-            "activations']."
-        ),
-    ] = None
+    kv_dtype: Annotated[str | None, typer.Option(help="As in `infer generate`.")] = None
 
     def check(self) -> None:
         """Refuse what no model can do, bad texts included."""

@@ -288,7 +288,7 @@ def summary(stats: dict[str, Any], text: str = "", model: Any = None) -> str:
     if rate is not None:
         parts.append(f"{rate:.1f} tokens/s")
     if stats.get("acceptance_rate") is not None:
-        parts.append(f"{stats['acceptance_rate']:.0%} of drafts accepted")
+        parts.append(f"{stats['acceptance_rate']:.0%} of {stats['drafted']} drafts accepted")
     if stats.get("ttft_s") is not None:
         parts.append(f"first token after {stats['ttft_s']:.3f} s")
     if stats.get("load_s") is not None:

@@ -59,7 +59,8 @@ def text_of(report: Mapping[str, Any]) -> str:
         return f"on the {report['backend'].upper()}, each operation's best implementation"
     if report["implementation"] == "xla":
         return f"plain XLA on the CPU: {report['reason']}"
-    text = f"native operations on the CPU, {report['isa']}, {report['num_threads']} threads"
+    threads = f"{report['num_threads']} thread{'s' * (report['num_threads'] != 1)}"
+    text = f"native operations on the CPU, {report['isa']}, {threads}"
     if rest := report["xla_products"]:
         text += f"; products of {', '.join(rest)} in plain XLA"
     return text

@@ -34,6 +34,7 @@ def load_model(
     *,
     decodable: bool = False,
     quantize: str | None = None,
+    beside: bool = False,
 ) -> tuple[Any, float]:
     """Return the loaded model and the seconds it took, a download not counted.
 
@@ -49,6 +50,7 @@ def load_model(
             `packed` says.
         quantize: a method's short name (`infer.quantization.by_name.short`) for the matrices of all
             layers, or None.
+        beside: this is not the first model of the command: what is missing has been said.
 
     Raises:
         NotImplementedError: "native" is forced, and there are no native operations.
@@ -62,7 +64,8 @@ def load_model(
         if reason := native.why_not():
             raise NotImplementedError(f"--implementation native: {reason}")
     elif implementation is None:
-        say_what_is_missing()
+        if not beside:
+            say_what_is_missing()
     else:
         form = _packed_for(implementation, model) if packed else False
     with progress_bars() as update:

@@ -192,10 +192,10 @@ def run(
     from infer.weights.packed_form import Calibration
 
     check_new(out.expanduser().absolute())
-    needs = any(m is not None and m.calibrated for _, m in ask(()).rules)
+    needs = {type(m).__name__: None for _, m in ask(()).rules if m is not None and m.calibrated}
     if needs and calibration is None:
         raise ConfigError(
-            "this looks at activations and needs text that is like what the model will be used"
+            f"{', '.join(needs)} needs calibration text, which is like what the model will be used"
             " for; give --calibration FILE"
         )
     if calibration is not None and not needs:

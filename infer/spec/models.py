@@ -81,7 +81,15 @@ class DraftModel(Drafter):
 
         Raises:
             ConfigError: the two have no token in common.
+            RequestError: one of them is no loaded model.
         """
+        for name, given in (("model", model), ("target", target)):
+            if not isinstance(given, LoadedModel):
+                raise RequestError(
+                    f"{name} is a {type(given).__name__}; pass what infer.load gives, weights and "
+                    "tokenizer; weights alone, of the same vocabulary, go with "
+                    "infer.spec.DraftModel(params)"
+                )
         mapping = None
         if not vocabularies.same_tokens(model.tokenizer, target.tokenizer):
             mapping = vocabularies.of_tokenizers(

@@ -281,6 +281,10 @@ def test_measure_has_the_ratios_and_the_bandwidth_at_the_top(
     assert ", 1 thread, 2 rounds\n" in text
     assert "float32 cache" in text and text.splitlines()[2].endswith("cache: f16")
     assert "at batch 1 a step reads 0 MB" in text
+    few = found | {"model": "tiny", "ours": found["ours"] | {"native": "avx2", "native_threads": 1}}
+    assert compare.text_of(few).splitlines()[1].endswith("native operations: avx2, 1 thread")
+    off = found | {"model": "tiny", "ours": found["ours"] | {"native": "-", "native_threads": None}}
+    assert compare.text_of(off).splitlines()[1].endswith("native operations: -")
     assert "llama.cpp 1: 1 threads" in text
 
 

@@ -9,6 +9,7 @@ from unittest.mock import ANY
 import pytest
 
 import infer
+from infer.cli.generate import summary
 from infer.cli.main import main
 from infer.errors import CapacityError
 from tests.cli.conftest import FakeModel, FakeParams, Terminal
@@ -103,6 +104,10 @@ def test_several_prompts_are_told_apart(model: FakeModel, capsys: pytest.Capture
 def test_sampling_options(model: FakeModel, options: list[str], expected: FakeParams):
     assert main([*ARGS, "a", *options]) == 0
     assert model.calls[0][1] == [expected]
+
+
+def test_the_line_of_figures_counts_the_drafts():
+    assert summary({"acceptance_rate": 2 / 3, "drafted": 6}) == "67% of 6 drafts accepted"
 
 
 def test_run_options_and_dtype_reach_the_api(model: FakeModel):

@@ -113,6 +113,11 @@ class TestTheLineOnStandardError:
         load_model("m")
         assert capsys.readouterr() == ("", self.LINE)
 
+    def test_once_for_two_models(self, capsys: pytest.CaptureFixture[str]):
+        load_model("m")
+        load_model("m", beside=True)
+        assert capsys.readouterr() == ("", self.LINE)
+
     @pytest.mark.parametrize(
         "case", ["off", "another machine", "forced", "gpu"], ids=lambda x: x.replace(" ", "_")
     )

@@ -158,7 +158,7 @@ def test_a_recipe_for_people(
         (["--method", "nf4", "--act-order"], "act_order does not go with nf4"),
         (["--method", "rtn", "--asymmetric", "--convention", "full"], "this has zero points"),
         (["--method", "rtn", "--group-size", "some"], "group_size is 'some'; use a number"),
-        (["--method", "gptq"], "give --calibration FILE"),
+        (["--method", "gptq"], "GPTQ needs calibration text"),
         (["--method", "rtn", "--calibration", "f"], "--calibration is for gptq, awq and"),
         (["--method", "rtn", "--seq-len", "64"], "--seq-len is for a calibration text"),
         (["--method", "awq", "--calibration", "absent.txt"], "absent.txt"),

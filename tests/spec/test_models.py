@@ -175,6 +175,8 @@ def test_drafters_that_cannot_draft_are_refused_by_name() -> None:
     }
     with typecheck.unchecked():
         cases[r"params are a str; pass a model's weights"] = DraftModel("smollm2-135m")
+        with pytest.raises(RequestError, match=r"model is a Params; .*DraftModel\(params\)"):
+            DraftModel.of(tiny.llama(), tiny.llama())
     for text, draft in cases.items():
         with pytest.raises(RequestError, match=text):
             _generate(tiny.llama(), draft)
