@@ -5,12 +5,14 @@ what a second call within the same caps must not do again, so the count of trace
 compiled variants.
 """
 
+import contextlib
 import ctypes
 import gc
+import logging
 import threading
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +28,11 @@ COMMAND_BUFFERS: Mapping[str, Any] = types.MappingProxyType(
         "xla_gpu_graph_min_graph_size": 1,
     }
 )
+
+logger = logging.getLogger(__name__)
+
+# Seconds of compiling that nobody needs to be told of.
+_PATIENCE = 2.0
 
 # Share of the allowed memory maps from which on another program is too many: one takes up to about
 # 1,000 of 65,530, and libraries map files too.
@@ -48,6 +55,19 @@ def record_trace(program: str, caps: Mapping[str, object]) -> None:
         entry = _programs.setdefault(program, _Program())
         entry.traces += 1
         entry.caps.append(dict(caps))
+
+
+@contextlib.contextmanager
+def told_when_slow() -> Iterator[None]:
+    """Log one line (INFO) if what happens inside takes more than two seconds."""
+    line = "compiling a program for this model and these sizes (once for each)"
+    timer = threading.Timer(_PATIENCE, logger.info, (line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def compile_stats() -> dict[str, dict[str, object]]:

@@ -4,6 +4,7 @@ import builtins
 import io
 import mmap
 import platform
+import time
 from typing import Any
 
 import jax
@@ -11,6 +12,22 @@ import jax.numpy as jnp
 import pytest
 
 from infer import compiling
+
+
+def test_only_what_takes_long_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "infer.compiling"):
+        with compiling.told_when_slow():
+            pass
+        assert not caplog.records
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiling, "_PATIENCE", 0.0)
+            with compiling.told_when_slow():
+                end = time.monotonic() + 10
+                while not caplog.records and time.monotonic() < end:
+                    time.sleep(0.01)
+    assert [r.message for r in caplog.records] == [
+        "compiling a program for this model and these sizes (once for each)"
+    ]
 
 
 def _with_maps(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

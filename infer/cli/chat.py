@@ -13,6 +13,7 @@ from infer.cli.generate import write_stream
 from infer.cli.loading import load_model, use_compilation_cache
 from infer.cli.options import (
     DraftOption,
+    DraftRuleOption,
     DtypeOption,
     ImplementationOption,
     KVDtypeOption,
@@ -45,6 +46,7 @@ def chat(
     seed: SeedOption = None,
     kv_dtype: KVDtypeOption = None,
     draft: DraftOption = None,
+    draft_rule: DraftRuleOption = None,
     implementation: ImplementationOption = None,
     dtype: DtypeOption = None,
     packed: PackedOption = None,
@@ -60,8 +62,7 @@ def chat(
         seed=seed,
     )
     sampling = sampling_params(base, Prompt(text="", where="options"))
-    if draft is not None:
-        check_draft(draft)
+    check_draft(draft, draft_rule)
     form = value_of(implementation)
     loaded, _ = load_model(model, dtype, packed, form)
     if not loaded.tokenizer.chat_template:
@@ -71,7 +72,7 @@ def chat(
         )
     options: dict[str, Any] = {"kv_dtype": value_of(kv_dtype), "implementation": form}
     if draft is not None:
-        options["draft"] = drafter_of(draft, loaded, dtype, packed, form)
+        options["draft"] = drafter_of(draft, loaded, dtype, packed, form, draft_rule)
     options = {name: value for name, value in options.items() if value is not None}
     Conversation(loaded, sampling, system, options).run()
 

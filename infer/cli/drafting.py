@@ -1,20 +1,26 @@
 """`--draft`: from what users type to a drafter."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from infer.cli.loading import load_model, use_compilation_cache
+from infer.cli.options import DraftRule
 from infer.errors import ConfigError
 from infer.weights import bundled, hub
 
 
-def check_draft(text: str) -> None:
+def check_draft(text: str | None, rule: DraftRule | None = None) -> None:
     """Refuse a drafter that is none, before anything is loaded.
 
     Raises:
-        ConfigError: it is no kind of drafter, and no model either.
+        ConfigError: it is no kind of drafter, and no model either, or a rule has none.
         RequestError: its number of drafts or layers is out of range.
     """
+    if text is None:
+        if rule is not None:
+            raise ConfigError("--draft-rule says how drafts are judged; give a drafter (--draft)")
+        return
     use_compilation_cache()  # before jax is imported
     from infer.spec import by_name
     from infer.spec.drafters import check_k
@@ -40,6 +46,7 @@ def drafter_of(
     dtype: str | None = None,
     packed: bool | None = None,
     implementation: str | None = None,
+    rule: DraftRule | None = None,
 ) -> Any:
     """Return the drafter that `--draft` names, for a loaded model; a model is loaded as that was.
 
@@ -49,11 +56,12 @@ def drafter_of(
     """
     from infer.spec import DraftModel, by_name
 
+    options = {} if rule is None else {"rule": rule.value}
     if by_name.is_kind(text):
-        return by_name.parse_drafter(text)
+        return dataclasses.replace(by_name.parse_drafter(text), **options)
     name, k = _model_and_k(text)
     loaded, _ = load_model(name, dtype, packed, implementation, beside=True)
-    return DraftModel.of(loaded, target, **({} if k is None else {"k": k}))
+    return DraftModel.of(loaded, target, **options, **({} if k is None else {"k": k}))
 
 
 def _model_and_k(text: str) -> tuple[str, int | None]:

@@ -16,6 +16,7 @@ from infer.cli.interrupt import interruptible
 from infer.cli.loading import check_name, load_model, use_compilation_cache
 from infer.cli.options import (
     DraftOption,
+    DraftRuleOption,
     DtypeOption,
     ImplementationOption,
     KVDtypeOption,
@@ -80,6 +81,7 @@ def generate(
     ] = None,
     kv_dtype: KVDtypeOption = None,
     draft: DraftOption = None,
+    draft_rule: DraftRuleOption = None,
     implementation: ImplementationOption = None,
     dtype: DtypeOption = None,
     packed: PackedOption = None,
@@ -100,8 +102,7 @@ def generate(
         if packed is not None:
             raise ConfigError("--packed keeps the file's own weights, --quantize packs others")
         check_name(quantize)
-    if draft is not None:
-        check_draft(draft)
+    check_draft(draft, draft_rule)
     options: dict[str, Any] = {}
 
     def load() -> tuple[Any, float]:
@@ -109,7 +110,8 @@ def generate(
             model, dtype, packed, value_of(implementation), quantize=quantize
         )
         if draft is not None:
-            options["draft"] = drafter_of(draft, loaded, dtype, packed, value_of(implementation))
+            form = value_of(implementation)
+            options["draft"] = drafter_of(draft, loaded, dtype, packed, form, draft_rule)
         return loaded, seconds
 
     batch = None if batch_file is None else read_batch(batch_file)

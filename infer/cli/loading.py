@@ -8,7 +8,7 @@ from typing import Any
 
 from infer import native
 from infer.cli.implementation import say_what_is_missing
-from infer.cli.progress import progress_bars
+from infer.cli.progress import progress_bars, tell_of_compiling
 from infer.errors import ConfigError
 from infer.progress import counting_bar
 from infer.weights import bundled, hub
@@ -59,6 +59,7 @@ def load_model(
     """
     import infer
 
+    tell_of_compiling()
     form: bool | str | None = packed
     if implementation == "native":
         if reason := native.why_not():

@@ -28,6 +28,14 @@ class KVDtype(enum.StrEnum):
     fp8 = "fp8"  # the same
 
 
+class DraftRule(enum.StrEnum):
+    """How drafts are judged: the names of `infer.spec.verify.Rule`."""
+
+    block = "block"
+    token = "token"
+    coupled = "coupled"
+
+
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="A known name, a GGUF file, a folder, or a hub id.")
 ]
@@ -57,6 +65,13 @@ DraftOption = Annotated[
         metavar="DRAFTER",
         help="Speculate: ngram[:K], suffix[:K], lookahead[:K], self:LAYERS[:K] (the model's first "
         "layers), or a smaller model, MODEL[:K]; K drafts a round [default: none].",
+    ),
+]
+DraftRuleOption = Annotated[
+    DraftRule | None,
+    typer.Option(
+        help="How drafts are judged; with coupled a --seed draws what it draws without drafts "
+        "[default: block]."
     ),
 ]
 ImplementationOption = Annotated[

@@ -1,10 +1,20 @@
-"""Progress on standard error: a bar on a terminal, nothing when piped."""
+"""Progress on standard error: bars and lines on a terminal, nothing when piped."""
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 
 Update = Callable[[str, int, int], None]
+
+
+def tell_of_compiling() -> None:
+    """On a terminal, let a line say that a program is compiled, if that takes long."""
+    if sys.stderr.isatty():
+        logger = logging.getLogger("infer.compiling")
+        logger.handlers = [logging.StreamHandler()]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The host form of `generate`: one job with its arrays, its compiled program and its clock."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -23,6 +24,7 @@ from infer.compiling import (
     make_room_for_programs,
     num_traces,
     record_trace,
+    told_when_slow,
 )
 from infer.config import ModelConfig
 from infer.errors import RequestError
@@ -269,10 +271,12 @@ class Job:
         """Compile the program by a call of no turns, so that compiling and running are timed
         apart.
         """
-        if _program_key(self.params, self.drafter, self.caps) not in _choices:
+        new = _program_key(self.params, self.drafter, self.caps) not in _choices
+        if new:
             make_room_for_programs()
         before = num_traces(PROGRAM)
-        seconds = self._run(0, False)
+        with told_when_slow() if new else contextlib.nullcontext():
+            seconds = self._run(0, False)
         traces = num_traces(PROGRAM) - before
         if traces:
             give_back_memory()

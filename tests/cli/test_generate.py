@@ -152,6 +152,15 @@ def test_a_model_that_drafts_is_loaded_like_the_other(
     assert model.calls[1][2] == {"draft": infer.spec.SelfDraft(layers=2, k=3)}
 
 
+def test_the_rule_reaches_the_drafter_and_needs_one(
+    model: FakeModel, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*ARGS, "a", "--draft", "ngram:4", "--draft-rule", "coupled"]) == 0
+    assert model.calls[0][2] == {"draft": infer.spec.NGram(k=4, rule="coupled")}
+    assert main([*ARGS, "a", "--draft-rule", "coupled"]) == 2
+    assert "--draft-rule says how drafts are judged; give a drafter" in capsys.readouterr().err
+
+
 def test_stdin_is_one_prompt(model: FakeModel, stdin: Any):
     stdin("two\nlines é\n".encode())
     assert main(ARGS) == 0
