@@ -27,6 +27,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from infer.bench.compare import counted
+from infer.bench.peers import QUIET_CORES
 from infer.generation.facade import prepare_on
 from infer.generation.host import Job
 from infer.generation.prepare import RunOptions
@@ -247,7 +249,10 @@ def _brought(jobs: Sequence[Job]) -> Brought:
 
 def text_of(found: dict[str, Any]) -> str:
     """Return the figures as lines for people."""
-    lines = [f"{found['model']} with {found['draft']}"]
+    lines = [
+        f"{found['model']} with {found['draft']} on {found['cpu']}, "
+        f"{counted(found['threads'], 'thread')}, {counted(found['rounds'], 'round')}"
+    ]
     for r in found["results"]:
         alpha = "none judged" if r["alpha"] is None else f"{r['alpha']:.3f}"
         lines += [
@@ -260,4 +265,8 @@ def text_of(found: dict[str, Any]) -> str:
             f"{r['speedup_at_best_k']:.2f} times"
             + ("" if r["equal_tokens"] else "; THE TOKENS DIFFER"),
         ]
+    if found["busy_cores"] > QUIET_CORES:
+        lines.append(
+            f"other work took {found['busy_cores']:.1f} cores: do not rely on these figures"
+        )
     return "\n".join(lines)

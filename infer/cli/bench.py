@@ -125,11 +125,12 @@ def bench_spec(
     sizes = batch_sizes("1" if batch is None else batch)
     check_draft(draft)
     use_compilation_cache()
-    from infer.bench.machine import use_threads
+    from infer.bench.machine import busy_cores, cpu_name, use_threads
 
     cores = use_threads(threads)
     from infer.bench import speculation
 
+    busy = busy_cores()
     say(f"loads {model}")
     loaded, _ = load_model(model)
     drafter = drafter_of(draft, loaded)
@@ -139,7 +140,10 @@ def bench_spec(
         "model": model,
         "draft": draft,
         "drafter": str(drafter),
+        "cpu": cpu_name(),
         "threads": cores,
+        "rounds": rounds,
+        "busy_cores": busy,
         "results": [
             speculation.measure(
                 loaded.params,

@@ -65,5 +65,8 @@ def test_a_pair_is_measured() -> None:
     assert 2.8 < found["tokens_per_pass"] <= 3.0
     assert found["predicted_speedup"] > 0 and found["measured_speedup"] > 0
     assert lines
-    text = text_of({"model": "tiny", "draft": "self:1:2", "results": [found]})
-    assert "alpha 1.000" in text and "DIFFER" not in text
+    run = {"model": "tiny", "draft": "self:1:2", "cpu": "a CPU", "threads": 2, "rounds": 1}
+    text = text_of(run | {"busy_cores": 0.1, "results": [found]})
+    assert text.startswith("tiny with self:1:2 on a CPU, 2 threads, 1 round\n")
+    assert "alpha 1.000" in text and "DIFFER" not in text and "rely" not in text
+    assert "took 1.5 cores: do not rely" in text_of(run | {"busy_cores": 1.5, "results": [found]})
