@@ -292,7 +292,8 @@ def _is_speculation(s: Speculation) -> bool:
     return bool(
         all(np.all(np.isfinite(x) & (x > 0)) for x in sizes)
         and np.all((known.share >= 0) & (known.share <= 1))
-        and 0 <= known.limit < known.tokens.shape[0]
+        and np.all((known.stood >= 0) & (known.stood <= known.judged) & np.isfinite(known.judged))
+        and known.limit in (0, known.seconds.shape[0] - 2)
         and np.all(known.forced == NOT_FORCED)
         and known.idle >= 0
         and known.wait >= 0

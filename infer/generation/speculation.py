@@ -2,9 +2,9 @@
 
 A round takes the place of the decode pass and the draw for the slots that have generated already.
 Drafts come first; the round then runs in the smallest compiled tier that holds them, and where
-there are none the turn is a plain one.  Drafts that would pass `max_tokens` are not asked for, so a
-round needs no page that plain decoding would not.  Rolling back is a length: what lies past the
-accepted drafts in the cache is overwritten before it is read.
+there are none, or too few to pay, the turn is a plain one.  Drafts that would pass `max_tokens` are
+not asked for, so a round needs no page that plain decoding would not.  Rolling back is a length:
+what lies past the accepted drafts in the cache is overwritten before it is read.
 """
 
 import dataclasses
@@ -45,7 +45,9 @@ class Plan:
     """What the slots that generate do in this turn."""
 
     rows: Leaf  # bool [B], that generate
+    weights: Leaf  # f32 [B], what a token of each counts in the choice of a round
     proposal: Proposal  # [B]
+    offered: Leaf  # int32 [B], drafts that there were, of which the proposal has as many as pay
     limit: Leaf  # int32 [], index of the tier that bounded the drafts
     width: Leaf  # int32 [], index of the tier the turn runs in; 0 = a plain one
 
@@ -156,10 +158,24 @@ def plan(
     shapes = jax.eval_shape(lambda s: ask((s, Proposal(None, None, None)))[1], state)
     none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     state, proposal = at_most_once(jnp.any(asked.most > 0), ask, (state, none))
-    width, count = policy.width_for(known, tiers, jnp.where(rows, proposal.count, 0))
+    offered = jnp.where(rows, proposal.count, 0)
+    weights = _weights(requests, state, rows, drafter.k)
+    width, count = policy.width_for(known, tiers, rows, weights, offered, adaptive=drafter.adaptive)
     width = jnp.where(jnp.any(rows), width, 0)
     proposal = dataclasses.replace(proposal, count=count)
-    return state, Plan(rows=rows, proposal=proposal, limit=limit, width=width)
+    return state, Plan(
+        rows=rows, weights=weights, proposal=proposal, offered=offered, limit=limit, width=width
+    )
+
+
+def _weights(requests: Requests, state: State, rows: Array, k: int) -> Float[Array, " B"]:
+    """Return 1 for the rows that generate; where no request waits for a slot, only for those that
+    have most to do: the others are ahead of them by more than a round's drafts.
+    """
+    left = take(requests.sampling, state.request).max_tokens - state.num_generated
+    last = left + k >= jnp.max(jnp.where(rows, left, 0))
+    waits = state.next_request < requests.count
+    return (rows & (waits | last)).astype(jnp.float32)
 
 
 def _asked(requests: Requests, state: State, rows: Array, limit: Int[Array, ""]) -> Asked:
@@ -227,8 +243,11 @@ def _learnt(drafter: Drafter, state: State, planned: Plan, accepted: Array) -> S
         tiers,
         limit=planned.limit,
         rows=planned.rows,
+        weights=planned.weights,
         count=planned.proposal.count,
         accepted=accepted,
+        aside=(planned.width == 0) & (planned.offered > 0),
+        matched=planned.proposal.tokens[:, 0] == state.last_token,
         adaptive=drafter.adaptive,
     )
     count = lambda mask: jnp.sum(mask, axis=-1, dtype=jnp.int32)

@@ -1,18 +1,27 @@
 """How many drafts a round may have: what rounds have brought, over what they cost.
 
-The number of drafts has a few values, the tiers 0 = t_0 < t_1 < ... < t_n = k.  A limit t lets a
-round have at most t drafts; it runs in the smallest tier that holds the drafts it has.  With N_t
-the tokens a row and turn under limit t, and C_t the seconds of such a turn,
+The number of drafts has a few values, the tiers 0 = t_0 < t_1 < ... < t_n = k; a round runs in the
+smallest tier that holds its drafts.  Once a turn has its drafts, c_b of them in row b, it keeps as
+many as pay:
 
-    limit = argmax_t N_t / C_t
+    tier = argmax_t sum_b w_b (1 + sum_{j <= min(c_b, t)} S_j) / seconds(tier that holds them)
 
-unless the limit in force is within 5% of that.  C_t = sum_w share_t(w) seconds(w): how often a turn
-under t ran in tier w is observed, what that costs is data.  Rounds under t show what smaller limits
-would have brought.  Larger ones are tried from time to time: after 16 turns, and each time that
-they do not pay, after twice as many, up to 256.
+where S_j is the probability that the first j drafts stand, and w_b are 1, but 0 for rows that are
+ahead of the last one where nothing waits for their slots: a batch ends with its last row.  One
+row's drafts do not pay for a pass over k + 1 tokens of all rows; those of most rows may.  S_j is
+a_1 ... a_j, with a_j the share of j-th drafts that stood of those before which all had.  A turn
+whose drafts are left aside still tells a_1: whether its first drafts are the tokens that came out.
 
-The choice looks at earlier rounds only.  A limit that depended on the drafts it is for would change
-the output (see `verify`).
+Whether to ask for drafts at all follows from the tokens N of a row and turn with them, and the
+seconds C = sum_w share(w) seconds(w) of such a turn, how often it ran in tier w being observed:
+
+    ask if N / C > 1 / seconds(0)
+
+with a margin of 2% for what is in force.  Where that says no, drafts are tried from time to time:
+after 16 turns, and each time that they do not pay, after twice as many, up to 256.
+
+The choice looks at earlier rounds, and at how many drafts there are.  One that depended on which
+tokens they are would change the output (see `verify`).
 """
 
 import dataclasses
@@ -24,9 +33,12 @@ from jaxtyping import Bool, Float, Int
 
 from infer.pytree import Leaf, pytree_dataclass
 
-MARGIN = 0.05  # by which another limit must be faster
+MARGIN = 0.02  # by which another limit must be faster, or a round than a plain turn
 MEMORY = 16  # turns over which what was observed is forgotten
 FIRST_WAIT, LONGEST_WAIT = 16, 256  # turns
+FADING = 128  # turns over which a share that is not observed goes back to what is believed
+# What is believed of a_1 and of a_2, ..., as if seen of so many drafts.
+FIRST_STANDS, NEXT_STANDS, BELIEVED = 0.6, 0.9, 2.0
 NOT_FORCED = -1
 
 
@@ -35,23 +47,25 @@ class Policy:
     """What is known of n + 1 tiers."""
 
     seconds: Leaf  # f32 [n + 2], of a turn in each tier, and of one that drafted in vain
-    tokens: Leaf  # f32 [n + 1], N_t, a running mean
-    share: Leaf  # f32 [n + 1, n + 2], share_t(w), a running mean
-    limit: Leaf  # int32 [], index of the tier in force
-    idle: Leaf  # int32 [], turns since the largest tier was allowed
-    wait: Leaf  # int32 [], turns after which it is again
+    tokens: Leaf  # f32 [], N, a running mean
+    share: Leaf  # f32 [n + 2], share(w), a running mean
+    judged: Leaf  # f32 [k], drafts at each position before which all stood, fading
+    stood: Leaf  # f32 [k], those of them that stood
+    limit: Leaf  # int32 [], index of the largest tier in force: n, or 0 where none are asked for
+    idle: Leaf  # int32 [], turns since drafts were asked for
+    wait: Leaf  # int32 [], turns after which they are again
     forced: Leaf  # int32 [2], limit and tier of every turn, to time them; NOT_FORCED = neither
 
 
 def fresh(tiers: tuple[int, ...], seconds: Float[Array, " n2"], adaptive: bool) -> Policy:
     """Return what is believed before the first round: that half of the drafts stand."""
-    count = len(tiers)
-    sizes = jnp.asarray(tiers, jnp.float32)
-    largest = count - 1
+    largest = len(tiers) - 1
     return Policy(
         seconds=seconds,
-        tokens=1.0 + 0.5 * sizes,
-        share=jnp.eye(count, count + 1, dtype=jnp.float32),
+        tokens=jnp.asarray(1.0 + 0.5 * tiers[-1], jnp.float32),
+        share=jnp.zeros(len(tiers) + 1, jnp.float32).at[largest].set(1.0),
+        judged=jnp.zeros(tiers[-1], jnp.float32),
+        stood=jnp.zeros(tiers[-1], jnp.float32),
         limit=jnp.asarray(largest, jnp.int32),
         idle=jnp.zeros((), jnp.int32),
         wait=jnp.asarray(FIRST_WAIT if adaptive else 0, jnp.int32),
@@ -61,21 +75,55 @@ def fresh(tiers: tuple[int, ...], seconds: Float[Array, " n2"], adaptive: bool) 
 
 def limit_now(policy: Policy) -> Int[Array, ""]:
     """Return the index of the tier that bounds the drafts of this turn."""
-    largest = policy.tokens.shape[0] - 1
+    largest = policy.seconds.shape[0] - 2
     limit = jnp.where(policy.idle >= policy.wait, largest, policy.limit)
     return jnp.where(policy.forced[0] == NOT_FORCED, limit, policy.forced[0]).astype(jnp.int32)
 
 
 def width_for(
-    policy: Policy, tiers: tuple[int, ...], count: Int[Array, " B"]
+    policy: Policy,
+    tiers: tuple[int, ...],
+    rows: Bool[Array, " B"],
+    weights: Float[Array, " B"],
+    count: Int[Array, " B"],
+    *,
+    adaptive: bool,
 ) -> tuple[Int[Array, ""], Int[Array, " B"]]:
-    """Return the index of the tier that a round with so many drafts runs in, and the drafts: none
-    where tier 0 is forced.
+    """Return the index of the tier that a turn runs in, and the drafts of each row that it keeps.
+
+    Args:
+        policy: what is known.
+        tiers: t_0 to t_n.
+        rows: sequences that generate.
+        weights: w_b, 0 for the others.
+        count: their drafts.
+        adaptive: False keeps all drafts.
     """
+    sizes = jnp.asarray(tiers, jnp.int32)
+    largest = len(tiers) - 1
+    count = jnp.where(rows, count, 0)
+    choice = jnp.asarray(largest, jnp.int32)
+    if adaptive:
+        kept = jnp.minimum(count[None, :], sizes[:, None])
+        width = jnp.stack([_smallest(tiers, jnp.max(c)) for c in kept])
+        tokens = 1 + jnp.concatenate([jnp.zeros(1), jnp.cumsum(survival(policy))])[kept]
+        # The drafter's time is spent.
+        cost = policy.seconds[jnp.where(width == 0, largest + 1, width)]
+        rate = jnp.sum(tokens * weights[None, :], axis=1) / cost
+        best = jnp.argmax(rate).astype(jnp.int32)
+        choice = jnp.where(rate[best] > rate[0] * (1 + MARGIN), best, 0)
     forced = policy.forced[1]
-    count = jnp.where(forced == 0, 0, count)
-    width = _smallest(tiers, jnp.max(count))
-    return jnp.where(forced == NOT_FORCED, width, forced).astype(jnp.int32), count
+    not_forced = forced == NOT_FORCED
+    most = jnp.where(not_forced, sizes[choice], jnp.where(forced == 0, 0, sizes[largest]))
+    count = jnp.minimum(count, most)
+    width = jnp.where(not_forced, _smallest(tiers, jnp.max(count)), forced)
+    return width.astype(jnp.int32), count
+
+
+def survival(policy: Policy) -> Float[Array, " k"]:
+    """Return the probabilities S_j that the first j drafts of a row stand."""
+    believed = jnp.where(jnp.arange(policy.judged.shape[0]) == 0, FIRST_STANDS, NEXT_STANDS)
+    return jnp.cumprod((policy.stood + BELIEVED * believed) / (policy.judged + BELIEVED))
 
 
 def learn(
@@ -84,8 +132,11 @@ def learn(
     *,
     limit: Int[Array, ""],
     rows: Bool[Array, " B"],
+    weights: Float[Array, " B"],
     count: Int[Array, " B"],
     accepted: Int[Array, " B"],
+    aside: Bool[Array, " B"],
+    matched: Bool[Array, " B"],
     adaptive: bool,
 ) -> Policy:
     """Return what is known after a turn.
@@ -95,52 +146,71 @@ def learn(
         tiers: t_0 to t_n.
         limit: the index of the turn's own.
         rows: sequences that generated.
-        count: their drafts.
+        weights: as in `width_for`.
+        count: their drafts that were judged.
         accepted: those that stand.
+        aside: rows whose drafts were left aside in a plain turn.
+        matched: whose first draft was the token that came out.
         adaptive: whether to choose at all; False stays at the largest tier.
     """
     if not adaptive:
         return policy
-    num_tiers = len(tiers)
-    index = jnp.arange(num_tiers, dtype=jnp.int32)
-    sizes = jnp.asarray(tiers, jnp.int32)
-    num_rows = jnp.maximum(jnp.sum(rows, dtype=jnp.int32), 1).astype(jnp.float32)
-    stand = jnp.where(rows[None, :], jnp.minimum(accepted[None, :], sizes[:, None]), 0)
-    tokens = 1.0 + jnp.sum(stand, axis=1).astype(jnp.float32) / num_rows
-    most = jnp.max(jnp.where(rows, count, 0))
-    width = jnp.stack([_smallest(tiers, jnp.minimum(most, t)) for t in tiers])
-    # A turn that found no draft cost the drafter's time; under limit 0 nobody drafts.
-    width = jnp.where((width == 0) & (index > 0), num_tiers, width)
-    ran = width[:, None] == jnp.arange(num_tiers + 1, dtype=jnp.int32)[None, :]
-    shown = (index <= limit) & jnp.any(rows)
-    mix = lambda old, new: old + (new - old) / MEMORY
+    largest = len(tiers) - 1
+    generates, tried = jnp.any(rows), limit > 0
+    tokens = 1.0 + jnp.sum(weights * accepted.astype(jnp.float32)) / jnp.maximum(
+        jnp.sum(weights), 1
+    )
+    width = _smallest(tiers, jnp.max(jnp.where(rows, count, 0)))
+    ran = jnp.where(width == 0, largest + 1, width)
+    share = (jnp.arange(largest + 2, dtype=jnp.int32) == ran).astype(jnp.float32)
+    mix = lambda old, new: jnp.where(tried & generates, old + (new - old) / MEMORY, old)
+    judged, stood = _seen(policy.judged.shape[0], rows, count, accepted, aside, matched)
+    keeps = 1 - jnp.where(judged > 0, 1 / MEMORY, jnp.where(generates, 1 / FADING, 0))
     known = dataclasses.replace(
         policy,
-        tokens=jnp.where(shown, mix(policy.tokens, tokens), policy.tokens),
-        share=jnp.where(shown[:, None], mix(policy.share, ran.astype(jnp.float32)), policy.share),
+        judged=policy.judged * keeps + judged,
+        stood=policy.stood * keeps + stood,
+        tokens=mix(policy.tokens, tokens),
+        share=mix(policy.share, share),
     )
-    rate = rates(known)
-    best = jnp.argmax(rate).astype(jnp.int32)
-    better = rate[best] > rate[policy.limit] * (1 + MARGIN)
-    chosen = jnp.where(better, best, policy.limit)
-    tried = limit == num_tiers - 1
-    in_vain = tried & (chosen < num_tiers - 1)
+    with_drafts, without = rates(known)
+    asks = policy.limit > 0
+    asks = jnp.where(
+        asks, without <= with_drafts * (1 + MARGIN), with_drafts > without * (1 + MARGIN)
+    )
     longer = jnp.minimum(policy.wait * 2, LONGEST_WAIT)
-    wait = jnp.where(in_vain & (policy.limit < num_tiers - 1), longer, policy.wait)
+    wait = jnp.where(tried & ~asks & (policy.limit == 0), longer, policy.wait)
     learnt = dataclasses.replace(
         known,
-        limit=chosen,
-        idle=jnp.where(tried, 0, policy.idle + jnp.any(rows).astype(jnp.int32)),
-        wait=jnp.where(chosen == num_tiers - 1, FIRST_WAIT, wait),
+        limit=jnp.where(asks, largest, 0).astype(jnp.int32),
+        idle=jnp.where(tried, 0, policy.idle + generates.astype(jnp.int32)),
+        wait=jnp.where(asks, FIRST_WAIT, wait),
     )
     # A turn that is timed may throw drafts away.
     timed = policy.forced[0] != NOT_FORCED
     return jax.tree.map(lambda new, old: jnp.where(timed, old, new), learnt, policy)
 
 
-def rates(policy: Policy) -> Float[Array, " n1"]:
-    """Return the tokens a row and second under each limit."""
-    return policy.tokens / (policy.share @ policy.seconds)
+def _seen(
+    k: int, rows: Array, count: Array, accepted: Array, aside: Array, matched: Array
+) -> tuple[Float[Array, " k"], Float[Array, " k"]]:
+    """Return how many drafts were judged at each position after all before them had stood, and how
+    many stood; of what was left aside, the first.
+    """
+    position = jnp.arange(k, dtype=jnp.int32)[:, None]
+    rows, count, accepted, aside, matched = (
+        x[None, :] for x in (rows, count, accepted, aside, matched)
+    )
+    number = lambda mask: jnp.sum(rows & mask, axis=1).astype(jnp.float32)
+    judged = number((position < count) & (position <= accepted))
+    stood = number((position < count) & (position < accepted))
+    first = (position == 0) & aside
+    return judged + number(first), stood + number(first & matched)
+
+
+def rates(policy: Policy) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the tokens a row and second where drafts are asked for, and where they are not."""
+    return policy.tokens / jnp.sum(policy.share * policy.seconds), 1 / policy.seconds[0]
 
 
 def stated_seconds(tiers: tuple[int, ...], num_slots: int, weights: int) -> list[float]:

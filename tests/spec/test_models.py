@@ -134,8 +134,8 @@ def test_a_drafter_that_lacks_tokens_changes_no_token() -> None:
 
 # ---- real models ---------------------------------------------------------------------------------
 
-# Natively where that can be built; plain XLA multiplies floats in other orders for one token and for
-# several: near enough.
+# Natively where that can be built; plain XLA multiplies floats in other orders for one token and
+# for several: near enough.
 _TEXTS = ["The history of the Roman Empire began", "def fibonacci(n):\n    if n < 2:\n"]
 
 

@@ -1,9 +1,12 @@
 """How many drafts a round may have."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from infer.spec import policy
 from infer.spec.policy import NOT_FORCED, Policy
@@ -15,33 +18,67 @@ def _fresh(seconds: list[float], adaptive: bool = True) -> Policy:
     return policy.fresh(TIERS, jnp.asarray(seconds, jnp.float32), adaptive)
 
 
-def _turn(known: Policy, count: list[int], accepted: list[int], adaptive: bool = True) -> Policy:
-    return policy.learn(
+@functools.partial(jax.jit, static_argnames="adaptive")
+def _after(
+    known: Policy, count: Array, accepted: Array, adaptive: bool = True
+) -> tuple[Policy, Array, Array]:
+    """Return what is known after a turn whose drafts would stand as `accepted` says, its limit and
+    the tier that it ran in.
+    """
+    rows, limit = jnp.ones(count.shape, bool), policy.limit_now(known)
+    weights = rows.astype(jnp.float32)
+    offered = jnp.minimum(count, jnp.asarray(TIERS, jnp.int32)[limit])
+    width, kept = policy.width_for(known, TIERS, rows, weights, offered, adaptive=adaptive)
+    known = policy.learn(
         known,
         TIERS,
-        limit=policy.limit_now(known),
-        rows=jnp.ones(len(count), bool),
-        count=jnp.minimum(jnp.asarray(count, jnp.int32), TIERS[int(policy.limit_now(known))]),
-        accepted=jnp.minimum(jnp.asarray(accepted, jnp.int32), TIERS[int(policy.limit_now(known))]),
+        limit=limit,
+        rows=rows,
+        weights=weights,
+        count=kept,
+        accepted=jnp.minimum(accepted, kept),
+        aside=(width == 0) & (offered > 0),
+        matched=accepted > 0,
         adaptive=adaptive,
     )
+    return known, limit, width
 
 
-def _after(known: Policy, turns: int, count: list[int], accepted: list[int]) -> list[int]:
-    """Return the limit of each turn."""
-    limits = []
+def _turn(known: Policy, count: list[int], accepted: list[int], adaptive: bool = True) -> Policy:
+    return _after(known, jnp.asarray(count), jnp.asarray(accepted), adaptive)[0]
+
+
+def _turns(
+    known: Policy, turns: int, count: list[int], accepted: list[int]
+) -> tuple[list[int], list[int]]:
+    """Return limit and tier of each turn."""
+    limits, widths = [], []
     for _ in range(turns):
-        limits.append(int(policy.limit_now(known)))
-        known = _turn(known, count, accepted)
-    return limits
+        known, limit, width = _after(known, jnp.asarray(count), jnp.asarray(accepted))
+        limits.append(int(limit))
+        widths.append(int(width))
+    return limits, widths
+
+
+def _width(known: Policy, count: list[int], weights: list[float] | None = None) -> int:
+    rows = jnp.ones(len(count), bool)
+    w = rows.astype(jnp.float32) if weights is None else jnp.asarray(weights)
+    return int(policy.width_for(known, TIERS, rows, w, jnp.asarray(count), adaptive=True)[0])
 
 
 def test_drafts_that_stand_are_worth_a_dear_round() -> None:
-    assert _after(_fresh([1, 1.5, 3, 1]), 40, [6, 6], [6, 6]) == [2] * 40
+    limits, widths = _turns(_fresh([1, 1.5, 3, 1]), 60, [6, 6], [6, 6])
+    assert limits == [2] * 60 and 0 not in widths and widths[-30:] == [2] * 30
 
 
-def test_drafts_that_fall_are_given_up_and_tried_ever_more_rarely() -> None:
-    limits = _after(_fresh([1, 1.5, 3, 1]), 400, [6, 6], [0, 0])
+def test_drafts_that_fall_are_left_aside() -> None:
+    limits, widths = _turns(_fresh([1, 1.5, 3, 1]), 400, [6, 6], [0, 0])
+    assert widths[0] > 0 and sum(w > 0 for w in widths) < 8
+    assert limits == [2] * 400  # asking costs nothing
+
+
+def test_a_drafter_that_costs_is_given_up_and_tried_ever_more_rarely() -> None:
+    limits, _ = _turns(_fresh([1, 1.8, 3.3, 1.3]), 400, [6, 6], [0, 0])
     assert limits[0] == 2 and limits[-1] == 0
     tried = np.flatnonzero(np.diff([int(x == 2) for x in limits]) == 1) + 1
     assert (np.diff(tried) > 16).all() and len(tried) < 8
@@ -49,29 +86,36 @@ def test_drafts_that_fall_are_given_up_and_tried_ever_more_rarely() -> None:
 
 def test_the_best_of_three_is_found() -> None:
     # Two of six stand: 3 tokens for 1.5 beat 3 for 3 and 1 for 1.
-    limits = _after(_fresh([1, 1.5, 3, 1]), 100, [6], [2])
-    assert limits[40:].count(1) > 50
+    _, widths = _turns(_fresh([1, 1.5, 3, 1]), 100, [6], [2])
+    assert widths[40:].count(1) > 50
 
 
 def test_it_comes_back_when_drafts_begin_to_stand() -> None:
-    known = _fresh([1, 1.3, 1.6, 1])
+    known = _fresh([1, 1.3, 1.6, 1.2])
     for _ in range(60):
         known = _turn(known, [6], [0])
     assert int(known.limit) == 0
-    assert _after(known, 300, [6], [6])[-1] == 2
+    limits, widths = _turns(known, 400, [6], [6])
+    assert limits[-1] == 2 and widths[-1] == 2
 
 
 def test_nothing_is_lost_where_no_draft_is_found() -> None:
     # The round runs in tier 0; only the drafter's own time counts, and it costs 1%.
-    assert _after(_fresh([1, 2, 3, 1.01]), 60, [0], [0])[-1] == 2
+    assert _turns(_fresh([1, 2, 3, 1.01]), 60, [0], [0])[0][-1] == 2
     # A drafter that costs half a turn for nothing is given up.
-    assert _after(_fresh([1, 2, 3, 1.5]), 60, [0], [0])[-1] == 0
+    assert _turns(_fresh([1, 2, 3, 1.5]), 60, [0], [0])[0][-1] == 0
 
 
 def test_a_small_advantage_changes_nothing() -> None:
-    known = dataclasses.replace(_fresh([1, 1.2, 9, 1]), limit=jnp.asarray(0, jnp.int32))
-    known = dataclasses.replace(known, tokens=jnp.asarray([1.0, 1.24, 1.24]))
-    assert int(_turn(known, [0], [0]).limit) == 0
+    # Both ways: 1.2 tokens for 1.2, within 2% of one for one.
+    for limit in (0, 2):
+        known = dataclasses.replace(
+            _fresh([1, 1.2, 9, 1]),
+            limit=jnp.asarray(limit, jnp.int32),
+            tokens=jnp.float32(1.2),
+            share=jnp.asarray([0, 1, 0, 0], jnp.float32),
+        )
+        assert int(_turn(known, [0], [0]).limit) == limit
 
 
 def test_a_fixed_number_stays_and_a_forced_turn_teaches_nothing() -> None:
@@ -81,7 +125,10 @@ def test_a_fixed_number_stays_and_a_forced_turn_teaches_nothing() -> None:
     assert int(policy.limit_now(known)) == 2
     forced = dataclasses.replace(_fresh([1, 5, 9, 1]), forced=jnp.asarray([2, 0], jnp.int32))
     assert int(policy.limit_now(forced)) == 2
-    width, count = policy.width_for(forced, TIERS, jnp.asarray([3, 6], jnp.int32))
+    two = jnp.ones(2, bool)
+    width, count = policy.width_for(
+        forced, TIERS, two, jnp.ones(2), jnp.asarray([3, 6]), adaptive=True
+    )
     assert int(width) == 0 and count.tolist() == [0, 0]
     after = _turn(forced, [6], [0])
     np.testing.assert_array_equal(after.tokens, forced.tokens)
@@ -90,8 +137,51 @@ def test_a_fixed_number_stays_and_a_forced_turn_teaches_nothing() -> None:
 
 def test_a_round_runs_in_the_smallest_tier_that_holds_its_drafts() -> None:
     for count, want in (([0, 0], 0), ([1, 0], 1), ([2, 2], 1), ([0, 3], 2), ([6, 6], 2)):
-        width, kept = policy.width_for(_fresh([1, 1, 1, 1]), TIERS, jnp.asarray(count, jnp.int32))
-        assert int(width) == want and kept.tolist() == count
+        for adaptive in (True, False):  # where rounds cost no more than turns
+            two, given = jnp.ones(2, bool), jnp.asarray(count, jnp.int32)
+            known = _fresh([1, 1, 1, 1])
+            width, kept = policy.width_for(known, TIERS, two, jnp.ones(2), given, adaptive=adaptive)
+            assert int(width) == want and kept.tolist() == count
+
+
+def test_drafts_of_few_rows_do_not_pay_for_a_pass_of_all() -> None:
+    known = _fresh([1, 1.5, 2.5, 1])
+    # S = 0.6, 0.54, ...: two drafts bring 1.14, six 2.81.
+    np.testing.assert_allclose(policy.survival(known)[:2], [0.6, 0.54], rtol=1e-6)
+    assert _width(known, [6, 0, 0, 0]) == 0  # (4 + 2.81) / 2.5 and (4 + 1.14) / 1.5 are below 4
+    assert _width(known, [6, 6, 0, 0]) == 1  # (4 + 2.28) / 1.5 = 4.2
+    assert _width(known, [6, 6, 6, 6]) == 2  # 15.2 / 2.5 = 6.1
+    rows = jnp.asarray([True, False, False, False])
+    weights = rows.astype(jnp.float32)
+    one = policy.width_for(known, TIERS, rows, weights, jnp.asarray([6] * 4), adaptive=True)
+    assert int(one[0]) == 2 and one[1].tolist() == [6, 0, 0, 0]
+
+
+def test_drafts_of_rows_that_are_ahead_do_not_pay() -> None:
+    known = _fresh([1, 1.5, 2.5, 1])
+    assert _width(known, [6, 6, 6, 0]) == 2  # (4 + 8.4) / 2.5 = 5.0
+    assert _width(known, [6, 6, 6, 0], [0.0, 0.0, 0.0, 1.0]) == 0
+    assert _width(known, [0, 0, 0, 6], [0.0, 0.0, 0.0, 1.0]) == 2
+
+
+def test_drafts_that_are_left_aside_tell_whether_first_ones_stand() -> None:
+    costs = [1, 2.5, 4, 1]
+    closed = _fresh(costs)
+    for _ in range(20):
+        closed = _turn(closed, [2, 2], [0, 0])
+    assert policy.survival(closed)[0] < 0.1 and _width(closed, [6, 6]) == 0
+    _, widths = _turns(closed, 60, [6, 6], [6, 6])
+    assert 2 < widths.index(2) < 40  # its first round comes of turns without one
+
+
+def test_what_is_not_observed_is_forgotten() -> None:
+    known = _fresh([1, 1, 1, 1])
+    for _ in range(20):
+        known = _turn(known, [6], [0])
+    assert policy.survival(known)[0] < 0.2
+    for _ in range(800):
+        known = _turn(known, [0], [0])
+    np.testing.assert_allclose(policy.survival(known)[0], 0.6, atol=0.05)
 
 
 def test_stated_costs() -> None:
