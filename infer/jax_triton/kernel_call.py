@@ -45,11 +45,11 @@ def kernel_call(
     check_launch(num_warps, num_stages)
     for array in (*operands, out_shape):
         _check_size(name, array)
-    import jax_triton
+    from jax_triton import triton_call  # type: ignore[attr-defined]
 
     @jax.custom_batching.sequential_vmap
     def call(*operands: Array) -> Array:
-        return jax_triton.triton_call(
+        return triton_call(
             *operands,
             kernel=kernel,
             out_shape=out_shape,

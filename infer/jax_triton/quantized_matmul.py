@@ -4,9 +4,9 @@
 
 for few rows of x (decoding) and, with larger tiles, many.  The weight is symmetric planar int4 with
 groups of 32, 64 or 128 (two codes a byte, even columns in the low halves), or GGUF's Q4_0 (blocks
-of 32 weights: a float16, then 16 bytes with weights 0 to 15 in their low halves).  So a group is two
-products, of the low and of the high halves, and no code moves between threads.  Codes less 8 are
-exact in x's dtype; a group's scale multiplies its sum, in float32.
+of 32 weights: a float16, then 16 bytes with weights 0 to 15 in their low halves).  So a group is
+two products, of the low and of the high halves, and no code moves between threads.  Codes less 8
+are exact in x's dtype; a group's scale multiplies its sum, in float32.
 
 Grid (out / block_out, splits, rows / block_rows).  A program owns `block_out` rows of the weight, a
 part of its columns, and `block_rows` rows of x.  The splits are summed afterwards, in order.  Their
@@ -80,9 +80,9 @@ def quantized_matmul_kernel(
     # outputs
     y_ptr,  # f32 [SPLITS, T, O]
     # constants
-    T: tl.constexpr,
-    O: tl.constexpr,
-    I: tl.constexpr,
+    ROWS: tl.constexpr,  # T
+    OUT: tl.constexpr,  # O
+    WIDTH: tl.constexpr,  # I
     ROW_BYTES: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     SHARE: tl.constexpr,  # groups of a split
@@ -101,30 +101,34 @@ def quantized_matmul_kernel(
     for group in range(split * SHARE, tl.minimum(split * SHARE + SHARE, NUM_GROUPS)):
         row_ptr = data_ptr + o * ROW_BYTES
         if IS_Q4_0:
-            byte0 = tl.load(row_ptr + 18 * group, mask=o < O, other=0).to(tl.uint16)
-            byte1 = tl.load(row_ptr + 18 * group + 1, mask=o < O, other=0).to(tl.uint16)
+            byte0 = tl.load(row_ptr + 18 * group, mask=o < OUT, other=0).to(tl.uint16)
+            byte1 = tl.load(row_ptr + 18 * group + 1, mask=o < OUT, other=0).to(tl.uint16)
             scale = (byte0 | (byte1 << 8)).to(tl.float16, bitcast=True)
             at = 18 * group + 2 + lane
             low = GROUP * group + lane  # columns of the codes in low halves, and in high ones
             high = low + HALF
         else:
-            scale = tl.load(scale_ptr + o * NUM_GROUPS + group, mask=o < O, other=0.0)
+            scale = tl.load(scale_ptr + o * NUM_GROUPS + group, mask=o < OUT, other=0.0)
             at = HALF * group + lane
             low = GROUP * group + 2 * lane
             high = low + 1
-        inside = (o < O)[:, None] & (at < ROW_BYTES)[None, :]
+        inside = (o < OUT)[:, None] & (at < ROW_BYTES)[None, :]
         packed = tl.load(row_ptr[:, None] + at[None, :], mask=inside, other=0)
-        row = x_ptr + t[None, :] * I
-        x_low = tl.load(row + low[:, None], mask=(t < T)[None, :] & (low < I)[:, None], other=0.0)
-        x_high = tl.load(row + high[:, None], mask=(t < T)[None, :] & (high < I)[:, None], other=0.0)
+        row = x_ptr + t[None, :] * WIDTH
+        x_low = tl.load(
+            row + low[:, None], mask=(t < ROWS)[None, :] & (low < WIDTH)[:, None], other=0.0
+        )
+        x_high = tl.load(
+            row + high[:, None], mask=(t < ROWS)[None, :] & (high < WIDTH)[:, None], other=0.0
+        )
         w_low = ((packed & 15).to(tl.int32) - 8).to(x_low.dtype)
         w_high = ((packed >> 4).to(tl.int32) - 8).to(x_low.dtype)
         # [BLOCK_OUT, BLOCK_ROWS]: the weights are the side that is read once.
         sums = tl.dot(w_low, x_low, input_precision="ieee")
         sums = tl.dot(w_high, x_high, acc=sums, input_precision="ieee")
         total += sums * scale.to(tl.float32)[:, None]
-    inside = (t < T)[None, :] & (o < O)[:, None]
-    tl.store(y_ptr + (split * T + t)[None, :] * O + o[:, None], total, mask=inside)
+    inside = (t < ROWS)[None, :] & (o < OUT)[:, None]
+    tl.store(y_ptr + (split * ROWS + t)[None, :] * OUT + o[:, None], total, mask=inside)
 
 
 def quantized_matmul(
@@ -160,9 +164,9 @@ def quantized_matmul(
         out_shape=jax.ShapeDtypeStruct((splits, num_rows, out), jnp.float32),
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
-        T=num_rows,
-        O=out,
-        I=width,
+        ROWS=num_rows,
+        OUT=out,
+        WIDTH=width,
         ROW_BYTES=weight.data.shape[1],
         NUM_GROUPS=num_groups,
         SHARE=share,

@@ -152,9 +152,7 @@ def _edge(
 
 
 @triton.jit
-def _above(
-    row_ptr, active, threshold, top, temperature, V: tl.constexpr, BLOCK: tl.constexpr
-):
+def _above(row_ptr, active, threshold, top, temperature, V: tl.constexpr, BLOCK: tl.constexpr):
     """Return count and mass of what reaches `threshold`; zeros, without a pass, if not active."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
@@ -166,9 +164,7 @@ def _above(
 
 
 @triton.jit
-def _last_tie(
-    row_ptr, active, edge, room, top, temperature, V: tl.constexpr, BLOCK: tl.constexpr
-):
+def _last_tie(row_ptr, active, edge, room, top, temperature, V: tl.constexpr, BLOCK: tl.constexpr):
     """Return the id of the `room`-th entry that ties with the edge; all ids if there are fewer."""
     seen = tl.full([], 0, tl.int32)
     last = tl.full([], -1, tl.int32)
@@ -189,9 +185,7 @@ def _round(x0, x1, rotation: tl.constexpr):
 
 
 @triton.jit
-def _four_rounds(
-    x0, x1, r0: tl.constexpr, r1: tl.constexpr, r2: tl.constexpr, r3: tl.constexpr
-):
+def _four_rounds(x0, x1, r0: tl.constexpr, r1: tl.constexpr, r2: tl.constexpr, r3: tl.constexpr):
     x0, x1 = _round(x0, x1, r0)
     x0, x1 = _round(x0, x1, r1)
     x0, x1 = _round(x0, x1, r2)

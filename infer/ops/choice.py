@@ -8,8 +8,8 @@ program keeps a form for either device until it is lowered, so that one for that
 right too.
 
 A name forces: a form that cannot do it is an error that names op, shape, dtype and chip.  An op
-that has no form of that name chooses as if none was given.  "jax_triton" are Triton kernels written
-by hand, without Pallas, for the ops that have one.  "interpret" runs the Pallas-Triton kernels on any
+that has no form of that name chooses as if none was given.  "jax_triton" is a Triton kernel written
+by hand, without Pallas, where an op has one.  "interpret" runs the Pallas-Triton kernels on any
 device, slowly, for tests.
 """
 

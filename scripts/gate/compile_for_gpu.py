@@ -296,9 +296,7 @@ def _jax_triton_kernel(path: str, arch: str) -> list[CompiledKernel]:
     threads = re.search(r"\.reqntid (\d+)", open(path).read())
     assert shared and threads, path
     return [
-        CompiledKernel(
-            k.name, k.arch, k.registers, k.spill_bytes, int(shared[1]), int(threads[1])
-        )
+        CompiledKernel(k.name, k.arch, k.registers, k.spill_bytes, int(shared[1]), int(threads[1]))
         for k in _ptxas(path, arch)
     ]
 

@@ -18,7 +18,7 @@ import pytest
 import infer
 from infer.jax_triton import packages
 
-# Triton reads this when it is first imported: from then on the process interprets, and compiles none.
+# Triton reads this when it is first imported: from then on the process interprets all kernels.
 os.environ["TRITON_INTERPRET"] = "1"
 
 _DTYPES = {

@@ -26,7 +26,10 @@ def _versions(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 @pytest.mark.parametrize(
     ("versions", "message"),
     [
-        ({}, r"jax-triton is not installed \(pip install 'jax-triton>=0.3,<0.4' 'triton>=3.6,<3.7'"),
+        (
+            {},
+            r"jax-triton is not installed \(pip install 'jax-triton>=0.3,<0.4' 'triton>=3.6,<3.7'",
+        ),
         ({"jax-triton": "0.3.1"}, r"triton is not installed \(pip install"),
         ({"jax-triton": "0.4.0", "triton": "3.6.0"}, r"jax-triton is 0.4.0, and needed is 0.3 \("),
         ({"jax-triton": "0.3.1", "triton": "3.9.0"}, r"triton is 3.9.0, and needed is 3.6 \("),

@@ -1,4 +1,4 @@
-"""The hand-written sampler in Triton's interpreter: the tokens of sorting, and of the Pallas form."""
+"""The hand-written sampler in Triton's interpreter draws what sorting and the Pallas form do."""
 
 import functools
 from types import ModuleType

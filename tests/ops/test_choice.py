@@ -47,7 +47,7 @@ def test_a_kernel_without_its_gpu_is_an_error_that_names_the_way_out() -> None:
 
 @pytest.mark.parametrize("name", ["cuda", "", "Triton"])
 def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="'xla', 'native', .*, 'jax_triton', 'interpret'"):
+    with pytest.raises(ConfigError, match=r"'xla', 'native', .*, 'jax_triton', 'interpret'"):
         rms_norm(X, GAIN, 1e-6, name)
     with pytest.raises(ConfigError, match="implementation is"):
         infer.generate(tiny.llama(), [[1]], implementation=name)
