@@ -33,11 +33,10 @@ from triton.language.extra import libdevice
 
 from infer.jax_triton.kernel_call import check_launch, kernel_call
 
-# Thresholds of a pass stand in a vector of eight; the last is not looked at, so that the search
-# interval shrinks eightfold.
+# int32 in which float32 keep their order: the least, the largest (of no id), and those of -inf.
+# The largest scaled logit, 0, is 0.
 _LOWEST = tl.constexpr(-(2**31))
 _NO_ID = tl.constexpr(2**31 - 1)
-# Ordered bits of -inf; those of 0, the largest scaled logit, are 0.
 _MINUS_INF = tl.constexpr(-0x7F800000)
 _TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 
@@ -124,7 +123,7 @@ def _edge(
     """
     low = lowest
     high = tl.where(active, 0, lowest)
-    j = tl.arange(0, 8)
+    j = tl.arange(0, 8)  # a vector of seven thresholds, and one that is not looked at
     while low < high:
         width = (high - low).to(tl.uint32, bitcast=True)
         stride = width // 8 + 1
@@ -205,7 +204,7 @@ def _gumbel(key0, key1, ids):
     x0, x1 = _four_rounds(x0 + key1, x1 + key2 + 4, 13, 15, 26, 6)
     word = (x0 + key2) ^ (x1 + key0 + 5)
     uniform = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-    # JAX's own logarithm on a GPU, not Triton's approximation.
+    # The logarithm that Pallas calls, so that both forms draw alike.
     return -libdevice.log(-libdevice.log(tl.maximum(uniform, _TINY)))
 
 
