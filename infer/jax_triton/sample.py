@@ -279,7 +279,7 @@ def sample_kernel(
     edge = _edge(row_ptr, uses_p, edge_k, want, top, t, V, BLOCK, MASS=True)
     next_p = tl.where(edge < _NO_ID, edge + 1, edge)
     _, mass = _above(row_ptr, uses_p, next_p, top, t, V, BLOCK)
-    fits = tl.ceil((want - mass) / tl.maximum(libdevice.exp(_value(edge)), 1e-38))
+    fits = tl.ceil((want - mass) / tl.maximum(libdevice.exp(_value(edge)), _TINY))
     fits = tl.minimum(tl.maximum(fits, 0.0), 2.0**30).to(tl.int32)
     room_p = tl.where(uses_p, fits, _NO_ID)
 
