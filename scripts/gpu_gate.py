@@ -12,7 +12,8 @@ memory, compile time, hash of the sources, jax version.  A row fails if the kern
 assemble for the right architecture, if an expected kernel's name is missing, on spills, and on
 shared memory past the chip's.  Each row is compiled in its own process.
 
-Needs Python 3.12, jax with its CUDA plugin wheels, and ptxas; see docs/kernels.md.
+Needs Python 3.12, jax with its CUDA plugin wheels, and ptxas; see docs/kernels.md.  Rows of form
+jax_triton need jax-triton and triton too, and are skipped without.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from scripts.gate import compile_for_gpu  # noqa: E402
 if "--worker" in sys.argv:  # before jax is imported
     compile_for_gpu.prepare_environment()
 
+from infer.jax_triton import packages  # noqa: E402
 from scripts.gate import document  # noqa: E402
 from tests.cases.kernels import KernelCase, all_cases  # noqa: E402
 
@@ -45,25 +48,27 @@ Row = dict[str, Any]
 
 def source_hash(case: KernelCase) -> str:
     """Return a hash of the files that make the kernel: its own, its cases', and what it imports
-    from infer/pallas.
+    from its folder, infer/jax_triton or infer/pallas.
     """
     digest = hashlib.sha256()
-    files = {ROOT / "tests" / "cases" / "kernels" / f"{case.kernel}.py"}
-    todo = [ROOT / "infer" / "pallas" / f"{case.kernel}.py"]
+    by_hand = case.form == "jax_triton"
+    folder, suffix = ("jax_triton", "_jax_triton") if by_hand else ("pallas", "")
+    files = {ROOT / "tests" / "cases" / "kernels" / f"{case.kernel}{suffix}.py"}
+    todo = [ROOT / "infer" / folder / f"{case.kernel}.py"]
     while todo:
         path = todo.pop()
         if path.exists() and path not in files:
             files.add(path)
-            todo += _pallas_imports(path)
+            todo += _imports(path, f"infer.{folder}")
     for path in sorted(files):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
-def _pallas_imports(path: Path) -> list[Path]:
+def _imports(path: Path, package: str) -> list[Path]:
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("infer.pallas"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package):
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
             found += [ROOT / (name.replace(".", "/") + ".py") for name in names]
     return found
@@ -112,6 +117,7 @@ def compile_row(case: KernelCase, chip: str) -> Row:
         "compile_s": round(program.lower_s + program.compile_s, 1),
         "hash": source_hash(case),
         "jax": jax.__version__,
+        **({"triton": metadata.version("triton")} if case.form == "jax_triton" else {}),
         **({"problems": problems} if problems else {}),
     }
 
@@ -177,11 +183,11 @@ def write_table(rows: list[Row]) -> None:
 def stale(wanted: list[tuple[KernelCase, str]], table: list[Row]) -> list[tuple[KernelCase, str]]:
     """Return the wanted rows that the table lacks or has for other sources."""
     have = {key_of(row): row for row in table}
-    hashes = {case.kernel: source_hash(case) for case, _ in wanted}
+    hashes = {(case.kernel, case.form): source_hash(case) for case, _ in wanted}
 
     def fresh(case: KernelCase, chip: str) -> bool:
         row = have.get((case.name, chip))
-        return row is not None and row["hash"] == hashes[case.kernel]
+        return row is not None and row["hash"] == hashes[case.kernel, case.form]
 
     return [(case, chip) for case, chip in wanted if not fresh(case, chip)]
 
@@ -229,6 +235,11 @@ def main() -> int:
     if lack:
         print(f"gate: cannot compile here, {lack}", file=sys.stderr)
         return 2
+    lack = packages.missing()
+    skipped = [pair for pair in todo if lack and pair[0].form == "jax_triton"]
+    if skipped:  # the table keeps its rows of them
+        print(f"gate: {len(skipped)} rows of form jax_triton skipped: {lack}", flush=True)
+        todo = [pair for pair in todo if pair not in skipped]
     new = []
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(lambda pair: run_worker(*pair), todo):

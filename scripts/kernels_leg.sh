@@ -39,14 +39,16 @@ if [ ! -f "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt
 fi
 
 # The gate's compiler: JAX's CUDA plugin without what only a GPU needs, and ptxas where there is
-# none.  These wheels are large; where they cannot be had, what compiles is skipped.
+# none; jax-triton and its Triton (188 MB, 670 MB on disk) for the kernels written by hand.  These
+# wheels are large; where they cannot be had, what compiles is skipped.
 gate_stamp=$venv/.stamp-gate
 version=$("$venv/bin/python" -c 'import jax; print(jax.__version__)')
-if [ "$(cat "$gate_stamp" 2>/dev/null)" != "$version" ]; then
-  wheels=("jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version")
+triton=($(grep -E '^(jax-triton|triton)==' constraints.txt))
+if [ "$(cat "$gate_stamp" 2>/dev/null)" != "$version ${triton[*]}" ]; then
+  wheels=("jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" "${triton[@]}")
   command -v ptxas >/dev/null || wheels+=("nvidia-cuda-nvcc==13.0.*" "nvidia-nvvm==13.0.*")
   if "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "${wheels[@]}"; then
-    echo "$version" >"$gate_stamp"
+    echo "$version ${triton[*]}" >"$gate_stamp"
   elif [ "${REQUIRE_GATE:-}" = 1 ]; then
     echo "gate: REQUIRE_GATE=1, and ${wheels[*]} cannot be installed" >&2
     exit 1

@@ -19,7 +19,7 @@ with open(path) as file:
 plugin = f"jax-{extra}-plugin"
 if plugin not in found:
     sys.exit(f"infer[{extra}] resolved without {plugin}")
-shown = ", ".join(f"{name} {found[name]}" for name in ("jax", plugin, "jax-triton"))
+shown = ", ".join(f"{name} {found[name]}" for name in ("jax", plugin, "jax-triton", "triton"))
 print(f"infer[{extra}] resolves to {len(found)} packages: {shown}")
 PY
 done

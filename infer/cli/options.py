@@ -13,6 +13,7 @@ class Implementation(enum.StrEnum):
     native = "native"
     triton = "triton"
     mosaic = "mosaic"
+    jax_triton = "jax_triton"
     interpret = "interpret"
 
 

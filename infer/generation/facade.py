@@ -98,10 +98,10 @@ def generate(
             distribution that is sampled.
         share_prefixes: prompts that begin alike share pages and prefill.  Inside a trace only the
             samples of one prompt do, always.
-        implementation: None chooses for each op, by platform, shape and dtype; "xla", "triton" or
-            "mosaic" forces one where the op has it, and fails where it cannot do the model;
-            "interpret" runs the Triton kernels on any device, slowly.  The result's
-            `stats["implementations"]` says what ran.
+        implementation: None chooses for each op, by platform, shape and dtype; "xla", "native",
+            "triton", "mosaic" or "jax_triton" forces one where the op has it, and fails where it
+            cannot do the model; "interpret" runs the Triton kernels on any device, slowly.  The
+            result's `stats["implementations"]` says what ran.
         command_buffers: on an NVIDIA GPU, run the whole loop as one CUDA graph, without a launch
             from the host for each kernel; False turns that off.
         kv_dtype: of cached keys and values: float32, bfloat16 or float16, or "int8", "int4" or

@@ -8,8 +8,9 @@ program keeps a form for either device until it is lowered, so that one for that
 right too.
 
 A name forces: a form that cannot do it is an error that names op, shape, dtype and chip.  An op
-that has no form of that name chooses as if none was given.  "interpret" runs the Triton kernels on
-any device, slowly, for tests.
+that has no form of that name chooses as if none was given.  "jax_triton" is a Triton kernel written
+by hand, without Pallas, where an op has one.  "interpret" runs the Pallas-Triton kernels on any
+device, slowly, for tests.
 """
 
 import contextlib
@@ -24,8 +25,9 @@ from jax import lax
 from infer import native
 from infer.errors import ConfigError
 from infer.hardware import chip_of_kind, get_chip
+from infer.jax_triton import packages
 
-IMPLEMENTATIONS = ("xla", "native", "triton", "mosaic", "interpret")
+IMPLEMENTATIONS = ("xla", "native", "triton", "mosaic", "jax_triton", "interpret")
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
@@ -114,7 +116,7 @@ def choose(
         op: the op's name, for the record.
         operands: arrays (pytrees) that every form takes.
         xla: the plain form, which does everything.
-        kernels: name -> form, of "native", "triton", "mosaic", and "interpret".
+        kernels: name -> form, of "native", "triton", "mosaic", "jax_triton", and "interpret".
         preferred: names to try on a GPU where none is forced, best first.
         implementation: the forced name, or None.
 
@@ -125,7 +127,7 @@ def choose(
     check_implementation(implementation)
     if implementation == "xla":
         return _run(op, "xla", "", xla, operands)
-    if implementation in ("triton", "mosaic"):
+    if implementation in ("triton", "mosaic", "jax_triton"):
         _check_gpu(op, implementation)
     if implementation is not None and implementation in kernels:
         try:
@@ -186,10 +188,16 @@ def _check_gpu(op: str, implementation: str) -> None:
             f"{op} in mosaic needs a Hopper GPU (compute capability 9.0), not {gpu.kind} "
             f"({gpu.capability}); use 'triton', or None, which chooses"
         )
-    if implementation == "triton" and gpu.capability is not None and gpu.capability < _AMPERE:
+    if implementation == "mosaic":
+        return
+    if gpu.capability is not None and gpu.capability < _AMPERE:
         raise NotImplementedError(
-            f"{op} in triton needs compute capability 8.0, not {gpu.kind} ({gpu.capability}); "
-            "use 'xla', or None, which chooses"
+            f"{op} in {implementation} needs compute capability 8.0, not {gpu.kind} "
+            f"({gpu.capability}); use 'xla', or None, which chooses"
+        )
+    if implementation == "jax_triton" and (lack := packages.missing()):
+        raise NotImplementedError(
+            f"{op} in jax_triton: {lack}; or use 'triton', or None, which chooses"
         )
 
 

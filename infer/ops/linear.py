@@ -126,14 +126,16 @@ def _packed_product(
         from infer.pallas.quantized_matmul import quantized_matmul
         from infer.pallas.scaled_matmul import scaled_matmul
 
-        if weight.perm is not None:  # the codes stay in their order, and the activations take it
-            x = jnp.take(x, weight.perm, axis=1)
-            format = dataclasses.replace(weight.format, ordered=False)  # type: ignore[call-arg]
-            weight = dataclasses.replace(weight, perm=None, format=format)
+        x, weight = _in_order(x, weight)
         rounds = isinstance(weight.format, PlanarFormat) and weight.format.activations
         if not rounds or rounds == "outliers":
             return quantized_matmul(x, weight, interpret=interpret)
         return scaled_matmul(*_rounded(x, weight), weight, interpret=interpret)
+
+    def by_hand(x: Array, weight: QArray) -> Array:
+        from infer.jax_triton.quantized_matmul import quantized_matmul
+
+        return quantized_matmul(*_in_order(x, weight))
 
     rounds = isinstance(weight.format, PlanarFormat) and weight.format.activations
     few = (x.shape[0] <= _MOST_ROWS or bool(rounds)) and x.dtype.itemsize == 2
@@ -143,11 +145,22 @@ def _packed_product(
         xla=quantized_product,
         kernels={
             "triton": choice.with_xla_gradient(kernel, quantized_product),
+            "jax_triton": choice.with_xla_gradient(by_hand, quantized_product),
             "interpret": functools.partial(kernel, interpret=True),
         },
         preferred=("triton",) if few else (),
         implementation=implementation,
     )
+
+
+def _in_order(x: Array, weight: QArray) -> tuple[Array, QArray]:
+    """Return the same operands without a `perm`: the codes stay in their order, and the activations
+    take it.
+    """
+    if weight.perm is None:
+        return x, weight
+    format = dataclasses.replace(weight.format, ordered=False)  # type: ignore[call-arg]
+    return jnp.take(x, weight.perm, axis=1), dataclasses.replace(weight, perm=None, format=format)
 
 
 def _rounded(x: Array, weight: QArray) -> tuple[Array, Array]:

@@ -67,7 +67,12 @@ def sample(
         "sample",
         (logits, state, keys),
         xla=sampling.sample,
-        kernels={"native": _sample_native, "triton": kernel(False), "interpret": kernel(True)},
+        kernels={
+            "native": _sample_native,
+            "triton": kernel(False),
+            "jax_triton": _sample_jax_triton,
+            "interpret": kernel(True),
+        },
         preferred=("triton",),
         implementation=implementation,
     )
@@ -95,6 +100,20 @@ def _logsumexp_native(logits: Array) -> Array:
 
 def _sample_native(logits: Array, state: SamplingState, keys: Array) -> Array:
     from infer.native.sample import sample as kernel
+
+    return kernel(
+        logits,
+        state.temperature,
+        state.top_k,
+        state.top_p,
+        state.min_p,
+        jax.random.key_data(keys),
+        greedy_below=GREEDY_BELOW,
+    )
+
+
+def _sample_jax_triton(logits: Array, state: SamplingState, keys: Array) -> Array:
+    from infer.jax_triton.sample import sample as kernel
 
     return kernel(
         logits,

@@ -1,9 +1,10 @@
 """Compile a function for a described GPU, with the compiler that runs on the real one.
 
 JAX's CUDA plugin compiles ahead of time for a topology that a text file describes: Pallas-Triton,
-Mosaic GPU and plain XLA go down to PTX, which `ptxas -v` assembles.  No driver and no GPU are
-needed, only the wheels jax-cuda13-plugin and jax-cuda13-pjrt (no dependencies) and ptxas (CUDA
-13.0, on PATH or from the wheel nvidia-cuda-nvcc).
+Mosaic GPU and plain XLA go down to PTX, which `ptxas -v` assembles; so do kernels of jax-triton,
+which Triton compiles and XLA only carries.  No driver and no GPU are needed, only the wheels
+jax-cuda13-plugin and jax-cuda13-pjrt (no dependencies), ptxas (CUDA 13.0, on PATH or from the wheel
+nvidia-cuda-nvcc) and, for the latter, jax-triton and triton.
 
 Import this module before jax: it sets the environment that the plugin and Mosaic read.
 """
@@ -56,16 +57,21 @@ def missing() -> str | None:
 # Of this process, made when it prepares to compile and gone with it.
 _DUMP = os.path.join(tempfile.gettempdir(), f"gate-{os.getpid()}")
 _MOSAIC = os.path.join(_DUMP, "mosaic")
+_JAX_TRITON = os.path.join(_DUMP, "jax_triton")
 
 
 def prepare_environment() -> None:
-    """Set what the plugin and Mosaic read when they are imported; call before importing jax."""
+    """Set what the plugin, Mosaic and jax-triton read when they are imported; call before importing
+    jax.
+    """
     ptxas = find_ptxas()
     shutil.rmtree(_DUMP, ignore_errors=True)
     os.makedirs(_MOSAIC)
     atexit.register(shutil.rmtree, _DUMP, ignore_errors=True)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin then checks no driver and no cuDNN
     os.environ["MOSAIC_GPU_DUMP_TO"] = _MOSAIC
+    os.environ["JAX_TRITON_DUMP_DIR"] = _JAX_TRITON
+    os.environ.pop("TRITON_INTERPRET", None)  # with it Triton compiles nothing
     if ptxas:
         os.environ["PATH"] = os.path.dirname(ptxas) + os.pathsep + os.environ["PATH"]
         root = os.path.dirname(os.path.dirname(ptxas))
@@ -167,7 +173,7 @@ def compile_for(
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed), args)
     # A fresh folder: code of an earlier compilation must not pass for this one's.
     folder = tempfile.mkdtemp(dir=_DUMP)
-    before = set(glob.glob(f"{_MOSAIC}/*"))
+    before = _dumped()
     start = time.perf_counter()
     with jax.set_mesh(mesh):
         lowered = jax.jit(fn, donate_argnums=donate).lower(*args)
@@ -185,9 +191,14 @@ def compile_for(
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
     )
-    _assemble(program, folder, sorted(set(glob.glob(f"{_MOSAIC}/*")) - before))
+    _assemble(program, folder, sorted(_dumped() - before))
     shutil.rmtree(folder)
     return program
+
+
+def _dumped() -> set[str]:
+    """Return the files that Mosaic and jax-triton have left: they choose their folders."""
+    return set(glob.glob(f"{_MOSAIC}/*") + glob.glob(f"{_JAX_TRITON}/*/*"))
 
 
 def _thunks(folder: str) -> list[str]:
@@ -197,7 +208,7 @@ def _thunks(folder: str) -> list[str]:
     return [line.rstrip() for path in (after or found)[:1] for line in open(path)]
 
 
-def _assemble(program: CompiledProgram, folder: str, mosaic: list[str]) -> None:
+def _assemble(program: CompiledProgram, folder: str, dumped: list[str]) -> None:
     arch = ARCH[program.chip]
     emitted = [
         line
@@ -208,11 +219,12 @@ def _assemble(program: CompiledProgram, folder: str, mosaic: list[str]) -> None:
     for path in sorted(glob.glob(f"{folder}/*.ptx")):
         for kernel in _ptxas(path, arch):
             program.kernels.append(_with_launch(kernel, emitted))
-    for path in mosaic:
+    for path in dumped:
         if path.endswith(".ptx"):
-            program.kernels += _mosaic_kernel(path, arch)
+            mosaic = os.path.dirname(path) == _MOSAIC
+            program.kernels += (_mosaic_kernel if mosaic else _jax_triton_kernel)(path, arch)
     _check_seen(program)
-    _check_mosaic_arch(program, mosaic)
+    _check_mosaic_arch(program, dumped)
 
 
 def _ptxas(path: str, arch: str) -> list[CompiledKernel]:
@@ -277,20 +289,36 @@ def _mosaic_kernel(path: str, arch: str) -> list[CompiledKernel]:
     ]
 
 
+def _jax_triton_kernel(path: str, arch: str) -> list[CompiledKernel]:
+    """Assemble what Triton compiled; its shared memory stands beside, its threads in the code."""
+    beside = open(path.removesuffix(".ptx") + ".compile_info").read()
+    shared = re.search(r"shared_mem_bytes: (\d+)", beside)
+    threads = re.search(r"\.reqntid (\d+)", open(path).read())
+    assert shared and threads, path
+    return [
+        CompiledKernel(k.name, k.arch, k.registers, k.spill_bytes, int(shared[1]), int(threads[1]))
+        for k in _ptxas(path, arch)
+    ]
+
+
 def _check_seen(program: CompiledProgram) -> None:
     """A custom call whose code was never dumped was never assembled: that is no pass."""
     names = [kernel.name for kernel in program.kernels]
-    for target, what in (("mosaic_gpu_v2", "Mosaic"), ("__gpu$xla.gpu.triton", "Triton")):
+    for target, what in (
+        ("mosaic_gpu_v2", "Mosaic"),
+        ("__gpu$xla.gpu.triton", "Triton"),
+        ("triton_kernel_call", "jax-triton"),
+    ):
         calls = program.text.count(f'custom_call_target="{target}"')
         if calls and not names:
             raise RuntimeError(f"{calls} {what} calls, and no code of a kernel was dumped")
 
 
-def _check_mosaic_arch(program: CompiledProgram, mosaic: list[str]) -> None:
+def _check_mosaic_arch(program: CompiledProgram, dumped: list[str]) -> None:
     major, minor = re.findall(
         r"\b(?:major|minor): (\d+)", (TARGETS / f"{program.chip}.textproto").read_text()
     )[:2]
-    for path in mosaic:
+    for path in dumped:
         if path.endswith("before_layout_inference.txt"):
             found = re.findall(r"mosaic_gpu.arch_m(?:ajor|inor) = (\d+)", open(path).read())
             if found and found != [major, minor]:

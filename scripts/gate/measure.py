@@ -24,6 +24,7 @@ from jax import lax
 
 from infer.compiling import COMMAND_BUFFERS
 from infer.hardware import chip_of_kind
+from infer.jax_triton import packages
 from infer.pallas.triton_call import interpreted
 from tests.cases import programs
 from tests.cases.kernels import CHIPS, KernelCase, all_cases
@@ -56,12 +57,19 @@ class Run:
         return time.monotonic() > self.end
 
     def cases(self) -> list[KernelCase]:
-        """Return the kernels' cases to run here."""
+        """Return the kernels' cases to run here, without those that `skipped` speaks of."""
         cases = [c for c in all_cases(smoke=self.smoke) if self.only in c.name]
+        cases = [c for c in cases if c.form != "jax_triton" or not self.skipped]
         # A chip that the gate does not list runs what a relative of it does.
         relative = {"h100-80gb": "h200-141gb"}.get(self.chip, "a100-80gb")
         chip = self.chip if self.chip in CHIPS else relative
         return [c for c in cases if self.smoke or chip in c.chips]
+
+    @property
+    def skipped(self) -> str:
+        """Why cases of form jax_triton are left out, in words; empty if they are not."""
+        lack = packages.missing()
+        return f"cases of form jax_triton: {lack}" if lack else ""
 
     def interpreting(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which kernels run here."""
@@ -174,7 +182,8 @@ def numerics(run: Run) -> Any:
         except Exception as error:
             row |= {"ok": False, "exception": f"{type(error).__name__}: {error}"[:300]}
         rows.append(row)
-    return {"seed": seed, "rows": rows, "failed": [r["case"] for r in rows if not r["ok"]]}
+    failed = [r["case"] for r in rows if not r["ok"]]
+    return {"seed": seed, "rows": rows, "failed": failed, "skipped": run.skipped}
 
 
 def timings(run: Run) -> Any:
@@ -404,6 +413,8 @@ def failed(run: Run) -> bool:
 def table(run: Run) -> str:
     """Return a short table of what was found."""
     lines = [f"{run.chip}"]
+    if run.skipped and not run.smoke:  # whose cases none of them are
+        lines.append(f"skipped {run.skipped}")
     if "copy_bytes_per_s" in run.found.get("peaks", {}):
         p = run.found["peaks"]
         lines.append(

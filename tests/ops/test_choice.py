@@ -9,6 +9,7 @@ import pytest
 
 import infer
 from infer.errors import ConfigError
+from infer.jax_triton import packages
 from infer.models.params import random_params
 from infer.ops import choice
 from infer.ops.attention import dense_attention, paged_attention
@@ -39,14 +40,14 @@ def test_a_forced_name_is_run() -> None:
 
 
 def test_a_kernel_without_its_gpu_is_an_error_that_names_the_way_out() -> None:
-    for name in ("triton", "mosaic"):  # the op need not have that form
+    for name in ("triton", "mosaic", "jax_triton"):  # the op need not have that form
         with pytest.raises(NotImplementedError, match=rf"rms_norm in {name} needs an NVIDIA GPU"):
             rms_norm(X, GAIN, 1e-6, name)
 
 
 @pytest.mark.parametrize("name", ["cuda", "", "Triton"])
 def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="'xla', 'native', 'triton', 'mosaic', 'interpret'"):
+    with pytest.raises(ConfigError, match=r"'xla', 'native', .*, 'jax_triton', 'interpret'"):
         rms_norm(X, GAIN, 1e-6, name)
     with pytest.raises(ConfigError, match="implementation is"):
         infer.generate(tiny.llama(), [[1]], implementation=name)
@@ -87,14 +88,22 @@ def test_a_described_gpu_is_the_one_programs_are_traced_for() -> None:
     ("kind", "name", "message"),
     [
         ("NVIDIA A100-SXM4-80GB", "mosaic", r"needs a Hopper GPU .*not NVIDIA A100.*\(8, 0\)"),
+        ("NVIDIA H200", "jax_triton", r"jax_triton: jax-triton is not installed \(pip install '"),
     ],
 )
-def test_a_chip_that_cannot_is_named(kind: str, name: str, message: str) -> None:
+def test_a_chip_that_cannot_is_named(
+    kind: str, name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages.metadata, "version", _no_package)
     device = jax.sharding.AbstractDevice(kind, 1, "gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         with pytest.raises(NotImplementedError, match=message):
             jax.eval_shape(lambda x: rms_norm(x, GAIN, 1e-6, name), X)
+
+
+def _no_package(name: str) -> str:
+    raise packages.metadata.PackageNotFoundError(name)
 
 
 def test_ops_of_attention_agree_in_both_forms() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from infer.jax_triton import packages
 from scripts.gate import measure
 from tests.cases.kernels import all_cases
 
@@ -60,3 +61,12 @@ def test_a_kernel_that_gives_nan_is_wrong() -> None:
     x = jnp.ones((3,), jnp.float32)
     assert measure._difference(case, (x, x * jnp.nan), (x, x)) == float("inf")
     assert measure._difference(case, (x * jnp.nan, x), (x, x)) == float("inf")
+
+
+def test_a_form_without_its_packages_is_left_out_with_the_reason(monkeypatch) -> None:
+    run = measure.Run(smoke=False, only="sample", end=0.0)
+    monkeypatch.setattr(packages, "missing", lambda: None)
+    assert {case.form for case in run.cases()} == {"triton", "jax_triton"} and not run.skipped
+    monkeypatch.setattr(packages, "missing", lambda: "triton is not installed")
+    assert {case.form for case in run.cases()} == {"triton"}
+    assert "skipped cases of form jax_triton: triton is not installed" in measure.table(run)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from infer.jax_triton import packages
 from scripts import gpu_gate
 from scripts.gate import compile_for_gpu
 from tests.cases.kernels import all_cases
@@ -41,16 +42,26 @@ def test_no_kernel_in_the_table_spills_or_asks_for_more_than_its_chip_has() -> N
             assert kernel["shared_bytes"] <= limit, row
 
 
-def test_a_change_of_the_sources_is_seen(tmp_path, monkeypatch) -> None:
-    case = next(c for c in all_cases() if c.kernel == "rms_norm")
+@pytest.mark.parametrize(
+    ("kernel", "form", "changed"),
+    [
+        ("rms_norm", "triton", "infer/pallas/triton_call.py"),
+        ("sample", "jax_triton", "infer/jax_triton/kernel_call.py"),
+        ("sample", "jax_triton", "tests/cases/kernels/sample_jax_triton.py"),
+    ],
+)
+def test_a_change_of_the_sources_is_seen(
+    kernel: str, form: str, changed: str, tmp_path, monkeypatch
+) -> None:
+    case = next(c for c in all_cases() if (c.kernel, c.form) == (kernel, form))
     before = gpu_gate.source_hash(case)
-    for folder in ("infer/pallas", "tests/cases/kernels"):
+    for folder in ("infer/pallas", "infer/jax_triton", "tests/cases/kernels"):
         (tmp_path / folder).mkdir(parents=True)
         for path in (ROOT / folder).glob("*.py"):
             (tmp_path / folder / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(gpu_gate, "ROOT", tmp_path)
     assert gpu_gate.source_hash(case) == before
-    shared = tmp_path / "infer" / "pallas" / "triton_call.py"
+    shared = tmp_path / changed
     shared.write_text(shared.read_text() + "\n# changed\n")
     assert gpu_gate.source_hash(case) != before
 
@@ -80,13 +91,36 @@ def test_a_broken_table_is_named(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.kernels
 @compiles
-@pytest.mark.parametrize("name", ["rms_norm triton 32x4096 bfloat16 residual"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rms_norm triton 32x4096 bfloat16 residual",
+        pytest.param(
+            "sample jax_triton llama-3 b32 v128256",
+            marks=pytest.mark.skipif(
+                packages.missing() is not None, reason=str(packages.missing())
+            ),
+        ),
+    ],
+)
 def test_a_row_compiles_to_what_the_table_says(name: str) -> None:
     done = _python("scripts/gpu_gate.py", "--worker", name, "h200-141gb")
     assert done.returncode == 0, done.stderr[-2000:]
     row = json.loads(done.stdout.splitlines()[-1])
     table = {gpu_gate.key_of(r): r for r in gpu_gate.read_table()}
     assert row["kernels"] == table[name, "h200-141gb"]["kernels"]
+
+
+def test_rows_of_a_form_without_its_packages_are_skipped_in_words(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_gate.py", "--only", "sample jax_triton gemma"])
+    monkeypatch.setattr(compile_for_gpu, "missing", lambda: None)
+    monkeypatch.setattr(packages, "missing", lambda: "triton is not installed (pip install triton)")
+    assert gpu_gate.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "gate: 5 rows of form jax_triton skipped: triton is not installed (pip install triton)",
+        "gate: 5 rows, 0 compiled, 0 failed",
+    ]
 
 
 @pytest.mark.kernels
