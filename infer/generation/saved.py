@@ -288,7 +288,7 @@ def _check_values(saved: StreamState, params: Params) -> None:
 def _is_speculation(s: Speculation) -> bool:
     """Return whether the numbers that choose a round's size, and those that count, can be such."""
     known = s.policy
-    sizes = known.seconds, known.tokens
+    sizes = known.seconds, known.tokens, s.gains
     return bool(
         all(np.all(np.isfinite(x) & (x > 0)) for x in sizes)
         and np.all((known.share >= 0) & (known.share <= 1))

@@ -45,7 +45,6 @@ class Plan:
     """What the slots that generate do in this turn."""
 
     rows: Leaf  # bool [B], that generate
-    weights: Leaf  # f32 [B], what a token of each counts in the choice of a round
     proposal: Proposal  # [B]
     offered: Leaf  # int32 [B], drafts that there were, of which the proposal has as many as pay
     limit: Leaf  # int32 [], index of the tier that bounded the drafts
@@ -61,10 +60,14 @@ def initial(
 ) -> Speculation:
     """Return what is carried before the first turn; `seconds` as in `Policy`."""
     zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
+    known = policy.fresh(drafter.widths, seconds, drafter.adaptive)
     return Speculation(
         drafter=drafter.create(params, num_slots),
         owner=jnp.full(num_slots, num_requests, jnp.int32),
-        policy=policy.fresh(drafter.widths, seconds, drafter.adaptive),
+        policy=known,
+        gains=jnp.full(
+            num_slots, policy.expected(known, jnp.asarray(drafter.k, jnp.int32)), jnp.float32
+        ),
         passes=zeros(len(drafter.widths)),
         row_passes=zeros(),
         tokens=zeros(),
@@ -99,7 +102,12 @@ def begin_turn(drafter: Drafter, state: State) -> State:
         reset = lambda carry: drafter.reset(carry, new)
         carry = at_most_once(jnp.any(new), reset, speculation.drafter)
         speculation = dataclasses.replace(speculation, drafter=carry)
-    speculation = dataclasses.replace(speculation, owner=state.request)
+    gains = jnp.where(
+        new,
+        policy.expected(speculation.policy, jnp.asarray(drafter.k, jnp.int32)),
+        speculation.gains,
+    )
+    speculation = dataclasses.replace(speculation, owner=state.request, gains=gains)
     return dataclasses.replace(state, speculation=speculation)
 
 
@@ -159,23 +167,33 @@ def plan(
     none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     state, proposal = at_most_once(jnp.any(asked.most > 0), ask, (state, none))
     offered = jnp.where(rows, proposal.count, 0)
-    weights = _weights(requests, state, rows, drafter.k)
-    width, count = policy.width_for(known, tiers, rows, weights, offered, adaptive=drafter.adaptive)
+    gains = policy.expected(known, offered)
+    state = _with_gains(state, rows & (limit > 0), gains)
+    least = _least_gain(requests, state, rows, gains, drafter.k)
+    width, count = policy.width_for(known, tiers, rows, offered, least, adaptive=drafter.adaptive)
     width = jnp.where(jnp.any(rows), width, 0)
     proposal = dataclasses.replace(proposal, count=count)
-    return state, Plan(
-        rows=rows, weights=weights, proposal=proposal, offered=offered, limit=limit, width=width
-    )
+    return state, Plan(rows=rows, proposal=proposal, offered=offered, limit=limit, width=width)
 
 
-def _weights(requests: Requests, state: State, rows: Array, k: int) -> Float[Array, " B"]:
-    """Return 1 for the rows that generate; where no request waits for a slot, only for those that
-    have most to do: the others are ahead of them by more than a round's drafts.
+def _with_gains(state: State, rows: Bool[Array, " B"], tokens: Float[Array, " B"]) -> State:
+    """Return the state with what the drafts of `rows` should bring in their running means."""
+    old = _of(state)
+    gains = old.gains + jnp.where(rows, (tokens - old.gains) / policy.GAIN_MEMORY, 0)
+    return dataclasses.replace(state, speculation=dataclasses.replace(old, gains=gains))
+
+
+def _least_gain(
+    requests: Requests, state: State, rows: Array, gains: Float[Array, " B"], k: int
+) -> Float[Array, ""]:
+    """Return the least of what rows get of a round, now or on average, among those that have most
+    to do: the others are ahead of them by a round's drafts.  Infinity where a request waits.
     """
     left = take(requests.sampling, state.request).max_tokens - state.num_generated
-    last = left + k >= jnp.max(jnp.where(rows, left, 0))
+    last = rows & (left + k > jnp.max(jnp.where(rows, left, 0)))
     waits = state.next_request < requests.count
-    return (rows & (waits | last)).astype(jnp.float32)
+    least = jnp.min(jnp.where(last, jnp.maximum(gains, _of(state).gains), jnp.inf))
+    return jnp.where(waits, jnp.inf, least)
 
 
 def _asked(requests: Requests, state: State, rows: Array, limit: Int[Array, ""]) -> Asked:
@@ -243,7 +261,6 @@ def _learnt(drafter: Drafter, state: State, planned: Plan, accepted: Array) -> S
         tiers,
         limit=planned.limit,
         rows=planned.rows,
-        weights=planned.weights,
         count=planned.proposal.count,
         accepted=accepted,
         aside=(planned.width == 0) & (planned.offered > 0),

@@ -92,6 +92,7 @@ class Speculation:
     drafter: Any  # the drafter's own carry
     owner: Leaf  # int32 [B], the request that each slot's part of it belongs to
     policy: Policy
+    gains: Leaf  # f32 [B], tokens that a round should bring each slot, a running mean
     passes: Leaf  # int32 [n + 1], that generated, by the tier they ran in
     row_passes: Leaf  # int32 [], rows that generated in them
     tokens: Leaf  # int32 [], that came out of them

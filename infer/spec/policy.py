@@ -4,18 +4,23 @@ The number of drafts has a few values, the tiers 0 = t_0 < t_1 < ... < t_n = k; 
 smallest tier that holds its drafts.  Once a turn has its drafts, c_b of them in row b, it keeps as
 many as pay:
 
-    tier = argmax_t sum_b w_b (1 + sum_{j <= min(c_b, t)} S_j) / seconds(tier that holds them)
+    tier = argmax_t (R + sum_b sum_{j <= min(c_b, t)} S_j) / seconds(tier that holds them)
 
-where S_j is the probability that the first j drafts stand, and w_b are 1, but 0 for rows that are
-ahead of the last one where nothing waits for their slots: a batch ends with its last row.  One
-row's drafts do not pay for a pass over k + 1 tokens of all rows; those of most rows may.  S_j is
-a_1 ... a_j, with a_j the share of j-th drafts that stood of those before which all had.  A turn
-whose drafts are left aside still tells a_1: whether its first drafts are the tokens that came out.
+where R rows generate and S_j is the probability that the first j drafts stand: one row's drafts do
+not pay for a pass over k + 1 tokens of all rows; those of most rows may.  S_j is a_1 ... a_j, with
+a_j the share of j-th drafts that stood of those before which all had.  A turn whose drafts are left
+aside still tells a_1: whether its first drafts are the tokens that came out.
+
+A batch ends with its last row, which rounds for the others would only delay.  So where nothing
+waits for a slot, a round must also pay for the row with least drafts among those that have most to
+do: for G_b, the larger of 1 + sum_{j <= c_b} S_j in row b and its running mean,
+
+    min_b G_b / seconds(tier) > 1 / seconds(0)
 
 Whether to ask for drafts at all follows from the tokens N of a row and turn with them, and the
 seconds C = sum_w share(w) seconds(w) of such a turn, how often it ran in tier w being observed:
 
-    ask if N / C > 1 / seconds(0)
+    ask if max(N / C, 1 / seconds(in vain)) > 1 / seconds(0)
 
 with a margin of 2% for what is in force.  Where that says no, drafts are tried from time to time:
 after 16 turns, and each time that they do not pay, after twice as many, up to 256.
@@ -36,6 +41,7 @@ from infer.pytree import Leaf, pytree_dataclass
 MARGIN = 0.02  # by which another limit must be faster, or a round than a plain turn
 MEMORY = 16  # turns over which what was observed is forgotten
 FIRST_WAIT, LONGEST_WAIT = 16, 256  # turns
+GAIN_MEMORY = 4  # turns of a row's running mean
 FADING = 128  # turns over which a share that is not observed goes back to what is believed
 # What is believed of a_1 and of a_2, ..., as if seen of so many drafts.
 FIRST_STANDS, NEXT_STANDS, BELIEVED = 0.6, 0.9, 2.0
@@ -84,8 +90,8 @@ def width_for(
     policy: Policy,
     tiers: tuple[int, ...],
     rows: Bool[Array, " B"],
-    weights: Float[Array, " B"],
     count: Int[Array, " B"],
+    least: Float[Array, ""],
     *,
     adaptive: bool,
 ) -> tuple[Int[Array, ""], Int[Array, " B"]]:
@@ -95,8 +101,8 @@ def width_for(
         policy: what is known.
         tiers: t_0 to t_n.
         rows: sequences that generate.
-        weights: w_b, 0 for the others.
         count: their drafts.
+        least: min_b G_b, infinity where requests wait for slots.
         adaptive: False keeps all drafts.
     """
     sizes = jnp.asarray(tiers, jnp.int32)
@@ -106,10 +112,11 @@ def width_for(
     if adaptive:
         kept = jnp.minimum(count[None, :], sizes[:, None])
         width = jnp.stack([_smallest(tiers, jnp.max(c)) for c in kept])
-        tokens = 1 + jnp.concatenate([jnp.zeros(1), jnp.cumsum(survival(policy))])[kept]
+        tokens = jnp.where(rows[None, :], expected(policy, kept), 0)
         # The drafter's time is spent.
         cost = policy.seconds[jnp.where(width == 0, largest + 1, width)]
-        rate = jnp.sum(tokens * weights[None, :], axis=1) / cost
+        last_pays = least * policy.seconds[0] > cost * (1 + MARGIN)
+        rate = jnp.where((width == 0) | last_pays, jnp.sum(tokens, axis=1) / cost, 0)
         best = jnp.argmax(rate).astype(jnp.int32)
         choice = jnp.where(rate[best] > rate[0] * (1 + MARGIN), best, 0)
     forced = policy.forced[1]
@@ -118,6 +125,11 @@ def width_for(
     count = jnp.minimum(count, most)
     width = jnp.where(not_forced, _smallest(tiers, jnp.max(count)), forced)
     return width.astype(jnp.int32), count
+
+
+def expected(policy: Policy, count: Int[Array, "*B"]) -> Float[Array, "*B"]:
+    """Return the tokens that a row with `count` drafts should get of a round."""
+    return (1 + jnp.concatenate([jnp.zeros(1), jnp.cumsum(survival(policy))]))[count]
 
 
 def survival(policy: Policy) -> Float[Array, " k"]:
@@ -132,7 +144,6 @@ def learn(
     *,
     limit: Int[Array, ""],
     rows: Bool[Array, " B"],
-    weights: Float[Array, " B"],
     count: Int[Array, " B"],
     accepted: Int[Array, " B"],
     aside: Bool[Array, " B"],
@@ -146,7 +157,6 @@ def learn(
         tiers: t_0 to t_n.
         limit: the index of the turn's own.
         rows: sequences that generated.
-        weights: as in `width_for`.
         count: their drafts that were judged.
         accepted: those that stand.
         aside: rows whose drafts were left aside in a plain turn.
@@ -157,9 +167,9 @@ def learn(
         return policy
     largest = len(tiers) - 1
     generates, tried = jnp.any(rows), limit > 0
-    tokens = 1.0 + jnp.sum(weights * accepted.astype(jnp.float32)) / jnp.maximum(
-        jnp.sum(weights), 1
-    )
+    num_rows = jnp.maximum(jnp.sum(rows, dtype=jnp.int32), 1).astype(jnp.float32)
+    stand = jnp.sum(jnp.where(rows, accepted, 0), dtype=jnp.int32)
+    tokens = 1.0 + stand.astype(jnp.float32) / num_rows
     width = _smallest(tiers, jnp.max(jnp.where(rows, count, 0)))
     ran = jnp.where(width == 0, largest + 1, width)
     share = (jnp.arange(largest + 2, dtype=jnp.int32) == ran).astype(jnp.float32)
@@ -209,8 +219,12 @@ def _seen(
 
 
 def rates(policy: Policy) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return the tokens a row and second where drafts are asked for, and where they are not."""
-    return policy.tokens / jnp.sum(policy.share * policy.seconds), 1 / policy.seconds[0]
+    """Return the tokens a row and second where drafts are asked for, and where they are not.
+
+    Those that are asked for need not be judged.
+    """
+    observed = policy.tokens / jnp.sum(policy.share * policy.seconds)
+    return jnp.maximum(observed, 1 / policy.seconds[-1]), 1 / policy.seconds[0]
 
 
 def stated_seconds(tiers: tuple[int, ...], num_slots: int, weights: int) -> list[float]:

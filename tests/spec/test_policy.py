@@ -12,6 +12,7 @@ from infer.spec import policy
 from infer.spec.policy import NOT_FORCED, Policy
 
 TIERS = (0, 2, 6)
+ANY = jnp.float32(np.inf)  # of the last row, where requests wait
 
 
 def _fresh(seconds: list[float], adaptive: bool = True) -> Policy:
@@ -26,15 +27,13 @@ def _after(
     the tier that it ran in.
     """
     rows, limit = jnp.ones(count.shape, bool), policy.limit_now(known)
-    weights = rows.astype(jnp.float32)
     offered = jnp.minimum(count, jnp.asarray(TIERS, jnp.int32)[limit])
-    width, kept = policy.width_for(known, TIERS, rows, weights, offered, adaptive=adaptive)
+    width, kept = policy.width_for(known, TIERS, rows, offered, ANY, adaptive=adaptive)
     known = policy.learn(
         known,
         TIERS,
         limit=limit,
         rows=rows,
-        weights=weights,
         count=kept,
         accepted=jnp.minimum(accepted, kept),
         aside=(width == 0) & (offered > 0),
@@ -60,10 +59,9 @@ def _turns(
     return limits, widths
 
 
-def _width(known: Policy, count: list[int], weights: list[float] | None = None) -> int:
-    rows = jnp.ones(len(count), bool)
-    w = rows.astype(jnp.float32) if weights is None else jnp.asarray(weights)
-    return int(policy.width_for(known, TIERS, rows, w, jnp.asarray(count), adaptive=True)[0])
+def _width(known: Policy, count: list[int], least: float = np.inf) -> int:
+    rows, given = jnp.ones(len(count), bool), jnp.asarray(count)
+    return int(policy.width_for(known, TIERS, rows, given, jnp.float32(least), adaptive=True)[0])
 
 
 def test_drafts_that_stand_are_worth_a_dear_round() -> None:
@@ -126,9 +124,7 @@ def test_a_fixed_number_stays_and_a_forced_turn_teaches_nothing() -> None:
     forced = dataclasses.replace(_fresh([1, 5, 9, 1]), forced=jnp.asarray([2, 0], jnp.int32))
     assert int(policy.limit_now(forced)) == 2
     two = jnp.ones(2, bool)
-    width, count = policy.width_for(
-        forced, TIERS, two, jnp.ones(2), jnp.asarray([3, 6]), adaptive=True
-    )
+    width, count = policy.width_for(forced, TIERS, two, jnp.asarray([3, 6]), ANY, adaptive=True)
     assert int(width) == 0 and count.tolist() == [0, 0]
     after = _turn(forced, [6], [0])
     np.testing.assert_array_equal(after.tokens, forced.tokens)
@@ -140,7 +136,7 @@ def test_a_round_runs_in_the_smallest_tier_that_holds_its_drafts() -> None:
         for adaptive in (True, False):  # where rounds cost no more than turns
             two, given = jnp.ones(2, bool), jnp.asarray(count, jnp.int32)
             known = _fresh([1, 1, 1, 1])
-            width, kept = policy.width_for(known, TIERS, two, jnp.ones(2), given, adaptive=adaptive)
+            width, kept = policy.width_for(known, TIERS, two, given, ANY, adaptive=adaptive)
             assert int(width) == want and kept.tolist() == count
 
 
@@ -152,16 +148,16 @@ def test_drafts_of_few_rows_do_not_pay_for_a_pass_of_all() -> None:
     assert _width(known, [6, 6, 0, 0]) == 1  # (4 + 2.28) / 1.5 = 4.2
     assert _width(known, [6, 6, 6, 6]) == 2  # 15.2 / 2.5 = 6.1
     rows = jnp.asarray([True, False, False, False])
-    weights = rows.astype(jnp.float32)
-    one = policy.width_for(known, TIERS, rows, weights, jnp.asarray([6] * 4), adaptive=True)
+    one = policy.width_for(known, TIERS, rows, jnp.asarray([6] * 4), ANY, adaptive=True)
     assert int(one[0]) == 2 and one[1].tolist() == [6, 0, 0, 0]
 
 
-def test_drafts_of_rows_that_are_ahead_do_not_pay() -> None:
+def test_a_round_must_pay_for_the_last_row() -> None:
     known = _fresh([1, 1.5, 2.5, 1])
     assert _width(known, [6, 6, 6, 0]) == 2  # (4 + 8.4) / 2.5 = 5.0
-    assert _width(known, [6, 6, 6, 0], [0.0, 0.0, 0.0, 1.0]) == 0
-    assert _width(known, [0, 0, 0, 6], [0.0, 0.0, 0.0, 1.0]) == 2
+    assert _width(known, [6, 6, 6, 0], least=1.4) == 0
+    assert _width(known, [6, 6, 6, 0], least=2.0) == 1  # of the dear round it is 2 / 2.5
+    assert _width(known, [6, 6, 6, 0], least=2.6) == 2
 
 
 def test_drafts_that_are_left_aside_tell_whether_first_ones_stand() -> None:
