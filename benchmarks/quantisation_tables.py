@@ -39,6 +39,8 @@ def write(results: Path) -> None:
         lines = [json.loads(text) for text in path.read_text().splitlines()]
         latest = list({x["method"]: x for x in lines if x["benchmark"] == "quantisation"}.values())
         speeds = speeds_of([x for x in lines if x["benchmark"] == "quantisation-speed"])
+        if not latest:  # speeds alone
+            continue
         model = latest[0]["model"]
         name = f"quantisation-{model}.svg"
         (_DOCS / name).write_text(plot(latest))
