@@ -8,13 +8,19 @@ from collections.abc import Callable, Iterator
 Update = Callable[[str, int, int], None]
 
 
+class _OnTerminal(logging.Handler):
+    """Prints records on standard error while that is a terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr.isatty():
+            print(self.format(record), file=sys.stderr)
+
+
 def tell_of_compiling() -> None:
     """On a terminal, let a line say that a program is compiled, if that takes long."""
-    if sys.stderr.isatty():
-        logger = logging.getLogger("infer.compiling")
-        logger.handlers = [logging.StreamHandler()]
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
+    logger = logging.getLogger("infer.compiling")
+    logger.handlers = [_OnTerminal()]
+    logger.setLevel(logging.INFO)
 
 
 @contextlib.contextmanager
