@@ -44,7 +44,7 @@ FIRST_WAIT, LONGEST_WAIT = 16, 256  # turns
 GAIN_MEMORY = 4  # turns of a row's running mean
 FADING = 128  # turns over which a share that is not observed goes back to what is believed
 # What is believed of a_1 and of a_2, ..., as if seen of so many drafts.
-FIRST_STANDS, NEXT_STANDS, BELIEVED = 0.6, 0.9, 2.0
+FIRST_STANDS, NEXT_STANDS, BELIEVED = 0.5, 0.9, 2.0
 NOT_FORCED = -1
 
 
