@@ -133,9 +133,12 @@ def _packed_product(
         return scaled_matmul(*_rounded(x, weight), weight, interpret=interpret)
 
     def on_hopper(x: Array, weight: QArray) -> Array:
+        from infer.pallas.quantized_matmul_mosaic import quantized_matmul_mosaic
         from infer.pallas.scaled_matmul_mosaic import scaled_matmul_mosaic
 
         x, weight = _in_order(x, weight)
+        if not rounds:
+            return quantized_matmul_mosaic(x, weight)
         return scaled_matmul_mosaic(*_rounded(x, weight), weight)
 
     def by_hand(x: Array, weight: QArray) -> Array:
@@ -154,12 +157,19 @@ def _packed_product(
             "triton": choice.with_xla_gradient(kernel, quantized_product),
             "jax_triton": choice.with_xla_gradient(by_hand, quantized_product),
             "interpret": functools.partial(kernel, interpret=True),
-            # Of 8-bit activations alone: other products choose as if no form was named.
-            **(mosaic if rounds and rounds != "outliers" else {}),
+            # Of 8-bit activations and planar integers alone: other products choose as if no form
+            # was named.
+            **(mosaic if rounds != "outliers" and (rounds or _whole_codes(weight)) else {}),
         },
         preferred=("triton",) if few else (),
         implementation=implementation,
     )
+
+
+def _whole_codes(weight: QArray) -> bool:
+    """Return whether the weight is integers whose codes lie whole in bytes or halves of one."""
+    format = weight.format
+    return isinstance(format, PlanarFormat) and format.code == "int" and format.bits in (4, 8)
 
 
 def _in_order(x: Array, weight: QArray) -> tuple[Array, QArray]:

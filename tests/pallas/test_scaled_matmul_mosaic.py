@@ -22,7 +22,7 @@ from infer.pallas.scaled_matmul_mosaic import (
     scaled_matmul_mosaic,
     scaled_matmul_mosaic_reference,
 )
-from infer.quant.methods import FP8, RTN
+from infer.quant.methods import FP8, RTN, LLMInt8
 from tests.cases.kernels.scaled_matmul import METHODS, arrays
 from tests.pallas.mosaic import RACE, detecting_races, needs_interpreter
 
@@ -180,7 +180,7 @@ def test_the_op_has_the_form_for_rounded_activations_only() -> None:
         return choices[0].implementation
 
     assert chosen(weight) == "mosaic"
-    assert chosen(RTN(bits=4).pack(jnp.ones((OUT, WIDTH)))) == "triton"
+    assert chosen(LLMInt8().pack(jnp.ones((OUT, WIDTH)))) != "mosaic"
     wrong = RTN(bits=8, group_size=64, activations="int8").pack(jnp.ones((OUT, WIDTH)))
     with pytest.raises(NotImplementedError, match=r"in Mosaic: .* has no such.* on NVIDIA H200"):
         chosen(wrong)
