@@ -9,6 +9,7 @@ it).  Sums [64, tokens] are turned over as they go to shared memory, and leave a
 Grid (token tiles of a group, out / block_out, groups): a block owns `block_out` rows of the weight
 and `block_tokens` tokens.  Up to 16 tiles of tokens form a group that walks the weight together, so
 that what runs at one time is about as many tokens as rows of the weight, and both come from L2.
+What a tile has past the end of an array TMA reads as zeros, and does not write.
 """
 
 import dataclasses
@@ -134,6 +135,7 @@ class Tiles:
     @classmethod
     def of(cls, rows: int, out: int, blocks: HopperMatmulBlocks) -> "Tiles":
         """Return the tiles of y [rows, out]."""
+        assert rows > 0 and out > 0, (rows, out)
         tiles = -(-rows // blocks.block_tokens)
         groups = -(-tiles // _GROUP)
         return cls(tokens=-(-tiles // groups), out=-(-out // blocks.block_out), groups=groups)
@@ -142,11 +144,6 @@ class Tiles:
     def grid(self) -> dict[str, int]:
         """The grid's axes, the fastest first."""
         return {"tokens": self.tokens, "out": self.out, "groups": self.groups}
-
-    def whole(self, blocks: HopperMatmulBlocks) -> tuple[int, int]:
-        """Return tokens and outputs, filled up to whole tiles."""
-        tokens = self.tokens * self.groups * blocks.block_tokens
-        return tokens, self.out * blocks.block_out
 
 
 @dataclasses.dataclass(frozen=True)

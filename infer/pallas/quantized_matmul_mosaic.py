@@ -92,7 +92,7 @@ def _shared_memory(blocks: HopperMatmulBlocks, bits: int, dtype: Any, by_group: 
 def _kernel(
     *refs: Any, blocks: HopperMatmulBlocks, bits: int, by_group: bool, interpret: bool
 ) -> None:
-    # inputs: int8 [O, bytes], [planes, T, I / planes], f32 [Q, whole tiles of O] or that of one row
+    # inputs: int8 [O, bytes], [planes, T, I / planes], f32 [Q, O] or without groups [O]
     w_ref, x_ref, scale_ref, *rest = refs
     # outputs: f32 [T, O]
     y_ref, *scratch = rest
@@ -209,17 +209,14 @@ def quantized_matmul_mosaic(
     limits = LIMITS[bits]
     blocks = blocks or HopperMatmulBlocks.for_shape(num_rows, out, limits)
     blocks.check(where, limits)
-    tiles = Tiles.of(num_rows, out, blocks)
-    past = tiles.whole(blocks)[1] - out
+    if not num_rows:  # a grid has no empty axis
+        return jnp.zeros((0, out), jnp.float32)
     # TMA of tiled memory takes whole tiles of rows; most numbers of tokens need no copy.
     pad = -num_rows % TILE_ROWS
     x = jnp.pad(x, ((0, pad), (0, 0))) if pad else x
     x_PTX = x.reshape(num_rows + pad, width // planes, planes).transpose(2, 0, 1)
     scale = weight.scale.astype(jnp.float32)
-    if by_group:
-        scale = jnp.pad(scale, ((0, past), (0, 0))).T
-    else:
-        scale = jnp.pad(jnp.broadcast_to(scale[:, 0], (out,)), (0, past))
+    scale = scale.T if by_group else jnp.broadcast_to(scale[:, 0], (out,))
     (y,) = mosaic_call(
         functools.partial(
             _kernel, blocks=blocks, bits=bits, by_group=by_group, interpret=interpret
@@ -228,7 +225,7 @@ def quantized_matmul_mosaic(
         x_PTX,
         scale,
         name="quantized_matmul_mosaic",
-        grid=tiles.grid,
+        grid=Tiles.of(num_rows, out, blocks).grid,
         out_shape=[jax.ShapeDtypeStruct((num_rows + pad, out), jnp.float32)],
         scratch=_shared_memory(blocks, bits, x.dtype, by_group),
         num_warpgroups=NUM_CONSUMERS + 1,

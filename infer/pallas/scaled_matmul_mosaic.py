@@ -95,7 +95,7 @@ def _shared_memory(blocks: HopperMatmulBlocks, dtype: Any, by_block: bool) -> li
 
 
 def _kernel(*refs: Any, blocks: HopperMatmulBlocks, by_block: bool, interpret: bool) -> None:
-    # inputs: [O, I], [T, I], f32 [whole tiles of O] or [R, Q], f32 [whole tiles of T] or [Q, ...]
+    # inputs: [O, I], [T, I], f32 [O] or with block scales [R, Q], f32 [T] or [Q, T]
     w_ref, x_ref, w_scale_ref, x_scale_ref, *rest = refs
     # outputs: f32 [T, O]
     y_ref, *scratch = rest
@@ -220,17 +220,15 @@ def scaled_matmul_mosaic(
     limits = LIMITS[format.code]
     blocks = blocks or HopperMatmulBlocks.for_shape(num_rows, out, limits)
     blocks.check(where, limits)
-    tiles = Tiles.of(num_rows, out, blocks)
-    whole_tokens, whole_out = tiles.whole(blocks)
+    if not num_rows:  # a grid has no empty axis
+        return jnp.zeros((0, out), jnp.float32)
     # TMA of tiled memory takes whole tiles of rows; most numbers of tokens need no copy.
     pad = -num_rows % TILE_ROWS
-    x = jnp.pad(x, ((0, pad), (0, 0))) if pad else x
-    scale = weight.scale.astype(jnp.float32)
-    x_scale = x_scale.astype(jnp.float32)
-    x_scale = jnp.pad(x_scale, ((0, whole_tokens - num_rows), (0, 0))).T
+    if pad:
+        x, x_scale = (jnp.pad(array, ((0, pad), (0, 0))) for array in (x, x_scale))
+    scale, x_scale = weight.scale.astype(jnp.float32), x_scale.astype(jnp.float32).T
     if not by_block:
-        scale = jnp.pad(jnp.broadcast_to(scale[:, 0], (out,)), (0, whole_out - out))
-        x_scale = x_scale[0]
+        scale, x_scale = jnp.broadcast_to(scale[:, 0], (out,)), x_scale[0]
     (y,) = mosaic_call(
         functools.partial(_kernel, blocks=blocks, by_block=by_block, interpret=interpret),
         lax.bitcast_convert_type(weight.data, x.dtype),
@@ -238,7 +236,7 @@ def scaled_matmul_mosaic(
         scale,
         x_scale,
         name="scaled_matmul_mosaic",
-        grid=tiles.grid,
+        grid=Tiles.of(num_rows, out, blocks).grid,
         out_shape=[jax.ShapeDtypeStruct((num_rows + pad, out), jnp.float32)],
         scratch=_shared_memory(blocks, x.dtype, by_block),
         num_warpgroups=NUM_CONSUMERS + 1,
@@ -287,9 +285,10 @@ def scaled_matmul_mosaic_reference(x: Array, x_scale: Array, weight: QArray) -> 
     """Compute the same by its definition: integers exactly, E4M3 in float32."""
     if x.dtype == jnp.int8:
         one = dataclasses.replace(weight, scale=jnp.ones_like(weight.scale), act_scale=None)
-        codes = dequantize(one).astype(jnp.int32)
-        sums = jnp.einsum("ti,oi->to", x.astype(jnp.int32), codes).astype(jnp.float32)
-        return sums * (x_scale * weight.scale.astype(jnp.float32)[:, 0][None, :])
+        codes = dequantize(one).astype(jnp.int8)
+        sums = jnp.einsum("ti,oi->to", x, codes, preferred_element_type=jnp.int32)
+        scale = weight.scale.astype(jnp.float32)[:, 0][None, :]
+        return sums.astype(jnp.float32) * (x_scale * scale)
     parts = x.reshape(x.shape[0], x_scale.shape[1], -1).astype(jnp.float32)
     wide = (parts * x_scale[:, :, None]).reshape(x.shape)
     weights = dequantize(dataclasses.replace(weight, act_scale=None))

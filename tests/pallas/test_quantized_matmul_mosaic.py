@@ -90,6 +90,12 @@ def test_has_no_race(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert RACE not in capfd.readouterr().out
 
 
+def test_no_rows_give_none() -> None:
+    x, weight = _args("int4 g128")
+    y = quantized_matmul_mosaic(x[:0], weight)
+    assert y.shape == (0, OUT) and y.dtype == jnp.float32
+
+
 def test_the_sizes_keep_to_registers_and_shared_memory() -> None:
     for bits, stages in ((4, 5), (8, 4)):
         limits = LIMITS[bits]

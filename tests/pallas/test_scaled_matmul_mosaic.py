@@ -117,6 +117,13 @@ def test_a_missing_fence_is_caught(
     assert RACE in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8 128x128"])
+def test_no_rows_give_none(name: str) -> None:
+    x, scale, weight = _args(name)
+    y = scaled_matmul_mosaic(x[:0], scale[:0], weight)
+    assert y.shape == (0, OUT) and y.dtype == jnp.float32
+
+
 def test_the_sizes_keep_to_registers_and_shared_memory() -> None:
     sizes = lambda rows, out, code: HopperMatmulBlocks.for_shape(rows, out, LIMITS[code])
     # Few tokens: rows of the weight in halves, so that more multiprocessors read it.

@@ -19,6 +19,7 @@ METHODS = {
 }
 # Inputs and outputs of the attention's projections, of gate and up, and of down.
 _PROJECTIONS = ((4096, 4096), (4096, 14336), (14336, 4096))
+_ROWS = (64, 512, 4096)
 
 
 def arrays(name: str, rows: int, out: int, width: int, dtype: str, key: Array) -> tuple:
@@ -47,11 +48,10 @@ def _case(name: str, rows: int, width: int, out: int, dtype: str = "bfloat16") -
 
 
 CASES = (
+    *(_case("int4 g128", rows, width, out) for rows in _ROWS for width, out in _PROJECTIONS),
     *(
-        _case(name, rows, width, out)
-        for name in ("int4 g128", "int8 channel")
-        for rows in (64, 512, 4096)
-        for width, out in _PROJECTIONS
+        _case("int8 channel", rows, width, out)
+        for rows, (width, out) in zip(_ROWS, _PROJECTIONS, strict=True)
     ),
     _case("int8 g128", 512, 4096, 4096),
     # A number of tokens that fills no tile.

@@ -8,6 +8,7 @@ from tests.cases.kernels.scaled_matmul import arrays
 
 # Inputs and outputs of the attention's projections, of gate and up, and of down.
 _PROJECTIONS = ((4096, 4096), (4096, 14336), (14336, 4096))
+_ROWS = (64, 512, 4096)
 
 
 def _case(name: str, rows: int, width: int, out: int) -> KernelCase:
@@ -26,11 +27,11 @@ def _case(name: str, rows: int, width: int, out: int) -> KernelCase:
 
 
 CASES = (
+    *(_case("int8", rows, width, out) for rows in _ROWS for width, out in _PROJECTIONS),
     *(
         _case(name, rows, width, out)
-        for name in ("int8", "fp8 channel", "fp8 128x128")
-        for rows in (64, 512, 4096)
-        for width, out in _PROJECTIONS
+        for name in ("fp8 channel", "fp8 128x128")
+        for rows, (width, out) in zip(_ROWS, _PROJECTIONS, strict=True)
     ),
     # A scale for the whole matrix; a number of tokens that fills no tile.
     _case("fp8 tensor", 512, 4096, 4096),
