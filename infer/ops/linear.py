@@ -132,6 +132,15 @@ def _packed_product(
             return quantized_matmul(x, weight, interpret=interpret)
         return scaled_matmul(*_rounded(x, weight), weight, interpret=interpret)
 
+    def on_hopper(x: Array, weight: QArray) -> Array:
+        from infer.pallas.quantized_matmul_mosaic import quantized_matmul_mosaic
+        from infer.pallas.scaled_matmul_mosaic import scaled_matmul_mosaic
+
+        x, weight = _in_order(x, weight)
+        if not rounds:
+            return quantized_matmul_mosaic(x, weight)
+        return scaled_matmul_mosaic(*_rounded(x, weight), weight)
+
     def by_hand(x: Array, weight: QArray) -> Array:
         from infer.jax_triton.quantized_matmul import quantized_matmul
 
@@ -139,6 +148,7 @@ def _packed_product(
 
     rounds = isinstance(weight.format, PlanarFormat) and weight.format.activations
     few = (x.shape[0] <= _MOST_ROWS or bool(rounds)) and x.dtype.itemsize == 2
+    mosaic = {"mosaic": choice.with_xla_gradient(on_hopper, quantized_product)}
     return choice.choose(
         "linear",
         (x, weight),
@@ -147,10 +157,19 @@ def _packed_product(
             "triton": choice.with_xla_gradient(kernel, quantized_product),
             "jax_triton": choice.with_xla_gradient(by_hand, quantized_product),
             "interpret": functools.partial(kernel, interpret=True),
+            # Of 8-bit activations and planar integers alone: other products choose as if no form
+            # was named.
+            **(mosaic if rounds != "outliers" and (rounds or _whole_codes(weight)) else {}),
         },
         preferred=("triton",) if few else (),
         implementation=implementation,
     )
+
+
+def _whole_codes(weight: QArray) -> bool:
+    """Return whether the weight is integers whose codes lie whole in bytes or halves of one."""
+    format = weight.format
+    return isinstance(format, PlanarFormat) and format.code == "int" and format.bits in (4, 8)
 
 
 def _in_order(x: Array, weight: QArray) -> tuple[Array, QArray]:
