@@ -10,7 +10,10 @@ BIN := $(VENV)/bin
 LOG := $(VENV)/test.log
 OPTIMIZED_LOG := $(VENV)/optimized.log
 PLAIN_LOG := $(VENV)/plain.log
-PLAIN_TESTS := tests/generation tests/models tests/ops tests/cli tests/weights/test_load.py
+PLAIN_TESTS := tests/ops tests/models/test_decoder_golden.py tests/models/test_real_models.py \
+  $(addprefix tests/generation/test_,generate.py parameters.py sharing.py) \
+  'tests/generation/test_speculation.py::test_coupled_output_is_that_of_plain_seeded_sampling[ngram]' \
+  tests/cli/test_implementation.py tests/weights/test_load.py
 # Of `make test`: more workers than cores only cost memory.
 WORKERS ?= 2
 # A worker takes half of what another has left, so that none idles at the end.
