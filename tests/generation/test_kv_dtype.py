@@ -138,7 +138,6 @@ def test_chunks_slots_and_shared_prefixes_do_not_change_a_bit(kv_dtype: str) -> 
     assert whole.stats["shared_tokens"] and whole.stats["pages_copied"]
 
 
-@pytest.mark.optimized
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_a_requests_bits_in_random_company(data: st.DataObject) -> None:
@@ -159,7 +158,6 @@ def test_a_requests_bits_in_random_company(data: st.DataObject) -> None:
     np.testing.assert_array_equal(together.logprobs[at], beside_itself.logprobs[0])
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("kv_dtype", KV_FORMATS)
 def test_a_saved_stream_goes_on_with_the_same_bits(kv_dtype: str, tmp_path: Path) -> None:
     params, tokenizer = tiny.llama(), Letters()

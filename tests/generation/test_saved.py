@@ -16,9 +16,6 @@ from infer.weights.safetensors_writer import write_file
 from tests.generation.test_generate import Letters
 from tests.models import tiny
 
-# Bits between programs: of the code that XLA makes for users.
-pytestmark = pytest.mark.optimized
-
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=30, seed=5, repetition_penalty=1.1)
 PROMPT = list(range(3, 20))
 

@@ -15,9 +15,6 @@ from infer.sampling import SamplingParams
 from tests.generation.schedules import assert_row_equal, job_of, run_in, run_job
 from tests.models import tiny
 
-# Bits between programs: of the code that XLA makes for users.
-pytestmark = pytest.mark.optimized
-
 
 def _load(count: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Return prompts of mixed length, two of three behind one of two system prompts, some asked
