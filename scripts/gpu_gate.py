@@ -183,7 +183,8 @@ def write_table(rows: list[Row]) -> None:
 def stale(wanted: list[tuple[KernelCase, str]], table: list[Row]) -> list[tuple[KernelCase, str]]:
     """Return the wanted rows that the table lacks or has for other sources."""
     have = {key_of(row): row for row in table}
-    hashes = {(case.kernel, case.form): source_hash(case) for case, _ in wanted}
+    cases = {(case.kernel, case.form): case for case, _ in wanted}
+    hashes = {key: source_hash(case) for key, case in cases.items()}
 
     def fresh(case: KernelCase, chip: str) -> bool:
         row = have.get((case.name, chip))

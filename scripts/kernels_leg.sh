@@ -62,5 +62,7 @@ if [ "${1:-}" = gate ]; then
   exec "$venv/bin/python" scripts/gpu_gate.py "$@"
 fi
 "$venv/bin/python" -c 'import jax, sys; print("kernels: Python", sys.version.split()[0], "jax", jax.__version__)'
+# The interpreters' programs are compiled fast (tests/conftest.py); what compiles for a GPU is not.
 # No tests at all is pytest's exit code 5: that fails, too.
-"$venv/bin/python" -m pytest -m kernels -n "${WORKERS:-2}" 2>&1 | tee "$log"
+INFER_TEST_COMPILE=fast "$venv/bin/python" -m pytest -m kernels -n "${WORKERS:-2}" --dist worksteal \
+  2>&1 | tee "$log"

@@ -26,6 +26,9 @@ CXX=g++ "$python" -m infer.native.build --sanitize --emulate-tiles "$folder/nati
 # which is slow when it has to ask ASan for memory.
 export ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16:malloc_context_size=8
 export UBSAN_OPTIONS=print_stacktrace=1 JAX_PLATFORMS=cpu INFER_NATIVE_LIBRARY=$folder/native.so
+# XLA compiles fast here (tests/conftest.py), and each program once.
+export XLA_FLAGS="--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+export JAX_COMPILATION_CACHE_DIR=$folder/xla JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 preload="$runtime $(g++ -print-file-name=libstdc++.so)"
 count=0
 for isa in "" avx2; do
@@ -44,6 +47,6 @@ LD_PRELOAD=$preload "$python" -m tests.native.row_counts 16 65 >"$folder/log" 2>
   echo "sanitizers: products with many rows failed" >&2
   exit 1
 }
-LD_PRELOAD=$preload "$python" -m pytest -q -p no:cacheprovider -m "not slow" \
+INFER_TEST_COMPILE=fast LD_PRELOAD=$preload "$python" -m pytest -q -p no:cacheprovider -m "not slow" \
   tests/native/test_repack.py tests/native/test_rope_write.py 2>&1 | tee "$folder/log"
 echo "sanitizers: TSan on the threads, ASan and UBSan on $count calls: nothing found" | tee "$log"

@@ -2,6 +2,9 @@
 
 The suite runs what users get: native operations where they can be built, which happens once before
 the first test.  `INFER_NATIVE=0 pytest` runs plain XLA (and tests/native, which asks by name).
+`INFER_TEST_COMPILE=fast pytest -m "not optimized"` has XLA compile in less than half the time, for
+slower programs; what is marked `optimized` is about the code that XLA makes for users, or runs too
+long without it.
 """
 
 import gc
@@ -28,17 +31,38 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Share compiled programs between the workers of one run, and between runs in the same
-    checkout; build the native library before there are workers.
+# The older of XLA:CPU's two emitters makes no MLIR context for each fusion, and LLVM at -O0 leaves
+# loops as they are.
+_FAST_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+
+
+def _compile_fast() -> None:
+    """Set XLA's flags, for subprocesses too; XLA reads them before its first program."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _FAST_COMPILE not in flags:  # a worker has them from who started it
+        os.environ["XLA_FLAGS"] = f"{flags} {_FAST_COMPILE}".strip()
+
+
+def _share_programs() -> None:
+    """Keep compiled programs in one folder for the workers and subprocesses of a run, and for later
+    runs of this version of JAX.
     """
-    if os.environ.get("INFER_NATIVE") != "0" and not hasattr(config, "workerinput"):
-        native_library.build_if_stale()
     cache = os.environ.get("INFER_TEST_XLA_CACHE") or os.path.join(
         tempfile.gettempdir(), f"infer-test-xla-{os.getuid()}-{jax.__version__}"
     )
     jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set how XLA compiles; build the native library before there are workers."""
+    if os.environ.get("INFER_TEST_COMPILE") == "fast":
+        _compile_fast()
+    _share_programs()
+    if os.environ.get("INFER_NATIVE") != "0" and not hasattr(config, "workerinput"):
+        native_library.build_if_stale()
 
 
 def pytest_report_header() -> str:

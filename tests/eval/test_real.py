@@ -9,7 +9,7 @@ import infer
 from infer import native
 from tests.real_models import real_model_path
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.optimized]
 GOLDEN = Path(__file__).parents[1] / "data" / "real_smollm2.npz"
 LENGTH = 200
 

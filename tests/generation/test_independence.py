@@ -18,7 +18,7 @@ from infer.sampling.keys import draw_keys
 from tests.generation.schedules import assert_row_equal, job_of, run_in
 from tests.models import tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 @functools.cache

@@ -117,6 +117,7 @@ def test_quantised_logprobs_move_by_the_rounding_alone(kv_dtype: str, atol: floa
     assert not np.array_equal(of(kv_dtype), of(None))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("kv_dtype", KV_FORMATS)
 def test_chunks_slots_and_shared_prefixes_do_not_change_a_bit(kv_dtype: str) -> None:
     """Refill, forks of one prompt, common beginnings and chunks; natively all bits are equal."""

@@ -63,8 +63,10 @@ def _assert_equal(plain, drafted) -> None:
             np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("model", ["llama", "gemma3"])
+# Each model, and each drafter: a drafter sees tokens, whatever made them.
+@pytest.mark.parametrize(
+    ("model", "drafter"), [("llama", "ngram"), ("gemma3", "suffix"), ("gemma3", "lookahead")]
+)
 def test_greedy_output_is_that_of_plain_decoding(model: str, drafter: str) -> None:
     params = {"llama": tiny.llama, "gemma3": tiny.gemma3}[model]()
     lengths = [3, 40, 50, 17, 1, 2, 60, 30]
@@ -132,10 +134,11 @@ def test_coupled_output_is_that_of_plain_seeded_sampling(drafter: str) -> None:
     drafted = _generate(tiny.llama(), each, draft=draft)
     _assert_equal(plain, drafted)
     assert 0 < drafted.stats["accepted"] < drafted.stats["drafted"]
-    processed = [
-        _generate(tiny.llama(), each, logprobs_mode="processed", draft=d) for d in (None, draft)
-    ]
-    _assert_equal(*processed)
+    if drafter == "ngram":  # after verification, which knows no drafter
+        processed = [
+            _generate(tiny.llama(), each, logprobs_mode="processed", draft=d) for d in (None, draft)
+        ]
+        _assert_equal(*processed)
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])

@@ -69,6 +69,7 @@ def _expected() -> list[np.ndarray]:
 
 
 @pytest.mark.slow
+@pytest.mark.optimized  # at -O0 the runs take longer than XLA's compiler does otherwise
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_output_distribution_is_exactly_the_target(name: str) -> None:
     drafter: Drafter = DRAFTERS[name]

@@ -13,6 +13,7 @@ from tests.real_models import real_model_path
 
 pytestmark = [
     pytest.mark.real,
+    pytest.mark.optimized,
     pytest.mark.skipif(not native.by_default(), reason="native operations are not built, or off"),
 ]
 PROMPTS = [

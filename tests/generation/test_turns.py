@@ -19,6 +19,9 @@ from infer.sampling import SamplingParams
 from infer.spec import NGram
 from tests.models import tiny
 
+# Bits between programs: of the code that XLA makes for users.
+pytestmark = pytest.mark.optimized
+
 _LENGTHS = (5, 1, 9, 3)
 
 

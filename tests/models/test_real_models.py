@@ -15,7 +15,7 @@ from infer.models import decoder
 from infer.weights.load import load_gguf
 from tests.real_models import real_model_path
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.optimized]
 DATA = Path(__file__).parent.parent / "data"
 MODELS = {"smollm2": "smollm2-135m", "gemma3": "gemma3-270m"}
 LENGTH = 288

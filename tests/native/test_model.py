@@ -13,6 +13,9 @@ from infer.native.repack import repack
 from infer.sampling import SamplingParams
 from tests.models import tiny
 
+# Bits between programs: of the code that XLA makes for users.
+pytestmark = pytest.mark.optimized
+
 
 @pytest.fixture(scope="module")
 def params():

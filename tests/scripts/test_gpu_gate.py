@@ -22,8 +22,14 @@ compiles = pytest.mark.skipif(LACK is not None, reason=str(LACK))
 
 
 def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "XLA_FLAGS": ""}  # the table is of XLA as it comes
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=1200, cwd=ROOT
+        [sys.executable, *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        cwd=ROOT,
     )
 
 

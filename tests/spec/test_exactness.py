@@ -45,6 +45,7 @@ def _agreements(tokens: np.ndarray) -> list[Agreement]:
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("drafter", EXACT)
 @pytest.mark.parametrize("rule", JUDGED)
 def test_output_distribution_is_exactly_the_target(rule: Rule, drafter: Drafter) -> None:
@@ -56,6 +57,7 @@ def test_output_distribution_is_exactly_the_target(rule: Rule, drafter: Drafter)
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_a_coupled_drafter_gives_plain_seeded_sampling_token_for_token() -> None:
     tokens, accepted, drafted = stub_pair.speculate(
         _state(), rule=Rule.COUPLED, drafter=Drafter.COUPLED
@@ -67,6 +69,7 @@ def test_a_coupled_drafter_gives_plain_seeded_sampling_token_for_token() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_block_verification_accepts_more_than_the_token_rule() -> None:
     accepted = [
         int(stub_pair.speculate(_state(), rule=rule, drafter=Drafter.SAMPLED)[1]) for rule in JUDGED
@@ -121,6 +124,7 @@ WRONG = {
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rule_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake, rule, options = WRONG[name]

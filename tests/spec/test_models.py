@@ -144,6 +144,7 @@ _TEXTS = ["The history of the Roman Empire began", "def fibonacci(n):\n    if n 
 
 
 @pytest.mark.real
+@pytest.mark.optimized
 def test_smollm2_drafts_for_gemma3_in_another_vocabulary() -> None:
     target = infer.load(real_model_path("gemma3-270m"), packed=None)
     small = infer.load(real_model_path("smollm2-135m"), packed=None)
@@ -157,6 +158,7 @@ def test_smollm2_drafts_for_gemma3_in_another_vocabulary() -> None:
 
 
 @pytest.mark.real
+@pytest.mark.optimized
 def test_smollm2s_first_layers_draft_for_it() -> None:
     model = infer.load(real_model_path("smollm2-135m"), packed=None)
     sampling = SamplingParams(temperature=0, max_tokens=24)
