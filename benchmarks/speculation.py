@@ -49,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write_docs:
         write_docs(_ROOT / "docs" / "speculation.md", _ROOT / "benchmarks" / "results")
         return 0
+    if options.new_tokens < 2:
+        print(f"--new-tokens is {options.new_tokens}; decoding begins at 2", file=sys.stderr)
+        return 2
     threads = use_threads(options.threads)
     try:
         with peer_of(options, threads) as peer:

@@ -82,6 +82,11 @@ def traced_run(
 _choices: dict[Any, dict[str, str]] = {}
 
 
+def _round_bytes(num_slots: int, k: int, vocab_size: int) -> int:
+    """Return the bytes of a round's logits in float32, as they come and as they are judged."""
+    return 2 * 4 * num_slots * (k + 1) * vocab_size
+
+
 def _program_key(params: Params, drafter: Drafter | None, caps: Caps) -> Any:
     return jax.tree.structure((params, drafter)), str(params.dtype), caps
 
@@ -196,14 +201,16 @@ class Job:
         if drafter is not None:
             prepare.check_draft(drafter, config, options)
             models = (config, *drafter.cached(config))
-        check_memory(
-            f"a page pool of {pages} pages of {options.page_size} tokens",
-            sum(
-                pool_bytes(model, pages, options.page_size, options.kv_dtype or params.dtype)
-                for model in models
-            ),
-            "lower num_slots, num_pages or max_tokens",
+        need = sum(
+            pool_bytes(model, pages, options.page_size, options.kv_dtype or params.dtype)
+            for model in models
         )
+        what, way_out = f"a page pool of {pages} pages of {options.page_size} tokens", ""
+        if drafter is not None:
+            need += _round_bytes(slots, drafter.k, config.vocab_size)
+            what += f" and the logits of {slots} slots with {drafter.k} drafts"
+            way_out = ", or draft fewer tokens"
+        check_memory(what, need, f"lower num_slots, num_pages or max_tokens{way_out}")
         rows.check_pool(todo, options.page_size, pages)
         caps = Caps(
             requests=requests_cap,

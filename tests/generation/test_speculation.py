@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 import infer
+from infer import backend
 from infer.cache import paged
+from infer.cache.layout import pool_bytes
 from infer.compiling import num_traces
-from infer.errors import RequestError
+from infer.errors import CapacityError, RequestError
 from infer.generation.host import Job
 from infer.generation.prepare import RunOptions
 from infer.models.params import Params
@@ -93,6 +95,18 @@ def test_greedy_output_is_that_of_plain_decoding(model: str, drafter: str) -> No
         assert 0 < stats["accepted"] <= stats["drafted"]
         assert stats["tokens_per_pass"] > 1
     assert "stop" in drafted.finish_reason and "length" in drafted.finish_reason
+
+
+def test_the_logits_of_a_round_must_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = tiny.llama()
+    pool = pool_bytes(params.config, RUN["num_pages"], RUN["page_size"], params.dtype)
+    monkeypatch.setattr(backend, "free_memory_bytes", lambda: pool + 100)
+    prepare = lambda **draft: Job.prepare(
+        params, [[1, 2]], None, None, GREEDY(max_tokens=2), None, RunOptions(**RUN, **draft)
+    )
+    prepare()
+    with pytest.raises(CapacityError, match=r"the logits of 3 slots with 4 drafts .* draft fewer"):
+        prepare(draft=NGram(k=4))
 
 
 def test_the_pool_is_whole_again_and_tokens_per_pass_counts_what_came_out() -> None:
