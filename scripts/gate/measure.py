@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,10 @@ class Run:
     def cases(self) -> list[KernelCase]:
         """Return the kernels' cases to run here, without those that `skipped` speaks of."""
         cases = [c for c in all_cases(smoke=self.smoke) if self.only in c.name]
-        cases = [c for c in cases if c.form != "jax_triton" or not self.skipped]
+        return self.here([c for c in cases if c.form != "jax_triton" or not self.skipped])
+
+    def here(self, cases: Iterable[KernelCase]) -> list[KernelCase]:
+        """Return those that this chip can run: Triton ends the process at some that it cannot."""
         # A chip that the gate does not list runs what a relative of it does.
         relative = {"h100-80gb": "h200-141gb"}.get(self.chip, "a100-80gb")
         chip = self.chip if self.chip in CHIPS else relative
@@ -404,7 +407,7 @@ def tuning_cases(run: Run) -> list[KernelCase]:
     """Return the cases of `run` that have sizes to try, then those of tests/cases/tuning.py."""
     cases = [case for case in run.cases() if case.tuning]
     products = tuning_products.SMOKE if run.smoke else tuning_products.CASES
-    return cases + [case for case in products if run.only in case.name]
+    return cases + run.here(case for case in products if run.only in case.name)
 
 
 def tuning(run: Run, show: Callable[[str, dict[str, Any]], None] = lambda name, entry: None) -> Any:

@@ -99,8 +99,9 @@ def _quantized(
 
 def _scaled(model: str, name: str, rows: int, shape: tuple[int, int]) -> KernelCase:
     out, width = shape
+    (chips,) = {case.chips for case in scaled.CASES if case.shape.startswith(f"{name} 16x")}
     tiles = (16,) if rows <= _FEW else (16, 32, 64) if rows <= _MORE else (64, 128)
-    return _case(
+    case = _case(
         "scaled_matmul",
         f"{model} {name} {rows}x{width}x{out}",
         rows,
@@ -110,6 +111,7 @@ def _scaled(model: str, name: str, rows: int, shape: tuple[int, int]) -> KernelC
         _candidates(ScaledMatmulBlocks, (32, 64, 128), tiles),
         2.0 * rows * out * width,
     )
+    return dataclasses.replace(case, chips=chips)
 
 
 def _grouped(

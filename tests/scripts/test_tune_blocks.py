@@ -106,6 +106,17 @@ def test_a_case_that_time_cut_short_is_not_written(monkeypatch) -> None:
     assert tune_blocks.line_of("case", found) == "case: out of time"
 
 
+def test_a_chip_measures_only_what_it_can_run(monkeypatch) -> None:
+    """Triton ends the process at products of E4M3 before Ada."""
+    run = measure.Run(smoke=False, only="scaled_matmul", end=math.inf)
+    names = {}
+    for chip in ("a100-80gb", "l4-24gb"):
+        monkeypatch.setitem(run.__dict__, "chip", chip)
+        names[chip] = {case.name for case in measure.tuning_cases(run)}
+    assert any(" fp8 " in name for name in names["l4-24gb"])
+    assert names["a100-80gb"] == {name for name in names["l4-24gb"] if " int8 " in name} != set()
+
+
 def test_writing_keeps_other_shapes_and_refuses_a_broken_file(tmp_path, monkeypatch) -> None:
     entry = lambda out: {"fields": {"block_out": out}, "time_s": 1.0}
     measure.write_tuned(tmp_path, "l4-24gb", "quantized_matmul", {"b": entry(32), "a": entry(16)})
