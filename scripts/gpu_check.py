@@ -8,7 +8,8 @@ Parts, each written to the JSON as soon as it ends, whatever happens later: the 
 for the gate; its peaks; every kernel's numerics against its reference on fresh random inputs; their
 timings as fractions of the bound that the peaks give; a decode step and the whole loop of a
 Llama-3-8B shape, with and without CUDA graphs; attention against cuDNN and PyTorch where those are
-there; block sizes tuned by measuring, into infer/pallas/tuned/<chip>/.
+there; with the time that is left block sizes (scripts/tune_blocks.py takes them all), into
+infer/pallas/tuned/<chip>/.
 
 Needs jax, numpy and this checkout.  Writes benchmarks/results/<chip>-<date>.json, or into $OUT.
 """
@@ -28,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402
 
+from infer.pallas.tuned import FOLDER  # noqa: E402
 from scripts.gate import measure  # noqa: E402
 
 PARTS: dict[str, Callable[[measure.Run], Any]] = {
@@ -64,7 +66,9 @@ def main() -> int:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         print(f"gpu_check: $OUT is {folder}, no folder that can be written", file=sys.stderr)
         return 2
-    run = measure.Run(smoke=args.smoke, only=args.only, end=time.monotonic() + args.budget)
+    tuned = None if args.smoke else folder if "OUT" in os.environ else FOLDER
+    end = time.monotonic() + args.budget
+    run = measure.Run(smoke=args.smoke, only=args.only, end=end, tuned_folder=tuned)
     if not run.cases():
         print(f"gpu_check: no kernel's case has {args.only!r} in its name", file=sys.stderr)
         return 2

@@ -142,6 +142,7 @@ def _grouped(
     interpret: bool = False,
 ) -> Array:
     """Compute the same with all experts' products in two kernels, one for gate and up."""
+    from infer.ops.matmul_sizes import grouped_sizes
     from infer.pallas.grouped_matmul import grouped_matmul
 
     gate, up, down = weights
@@ -150,8 +151,17 @@ def _grouped(
     order = jnp.argsort(ids.reshape(-1), stable=True)
     sizes_E = jnp.bincount(ids.reshape(-1), length=num_experts + 1)[:num_experts]
     rows_ND = x[order // k]
-    h_NF = grouped_matmul(rows_ND, gate, sizes_E, up=up, activation=activation, interpret=interpret)
-    y_ND = grouped_matmul(h_NF, down, sizes_E, interpret=interpret)
+    h_NF = grouped_matmul(
+        rows_ND,
+        gate,
+        sizes_E,
+        up=up,
+        activation=activation,
+        blocks=grouped_sizes(rows_ND, gate, gated=True),
+        interpret=interpret,
+    )
+    blocks = grouped_sizes(h_NF, down)
+    y_ND = grouped_matmul(h_NF, down, sizes_E, blocks=blocks, interpret=interpret)
     slot_Tk = jnp.argsort(order).reshape(ids.shape)
     return _weighted(y_ND, slot_Tk, ids, expert_weights, known, num_experts, x, residual)
 

@@ -115,6 +115,8 @@ def linear_f32(
 
 # Rows from which decoding a whole tile of the weight and one large product is thought to be faster.
 _MOST_ROWS = 64
+# The first whose tensor cores multiply E4M3.
+_ADA = (8, 9)
 
 
 def _packed_product(
@@ -123,14 +125,20 @@ def _packed_product(
     """Return x @ weight.T in float32, on a GPU in the kernel that decodes in registers."""
 
     def kernel(x: Array, weight: QArray, interpret: bool = False) -> Array:
+        from infer.ops.matmul_sizes import quantized_sizes, scaled_sizes
         from infer.pallas.quantized_matmul import quantized_matmul
         from infer.pallas.scaled_matmul import scaled_matmul
 
         x, weight = _in_order(x, weight)
         rounds = isinstance(weight.format, PlanarFormat) and weight.format.activations
         if not rounds or rounds == "outliers":
-            return quantized_matmul(x, weight, interpret=interpret)
-        return scaled_matmul(*_rounded(x, weight), weight, interpret=interpret)
+            blocks = quantized_sizes(x, weight)
+            return quantized_matmul(x, weight, blocks=blocks, interpret=interpret)
+        if not interpret:
+            _check_e4m3(weight)
+        x, scales = _rounded(x, weight)
+        blocks = scaled_sizes(x, weight)
+        return scaled_matmul(x, scales, weight, blocks=blocks, interpret=interpret)
 
     def on_hopper(x: Array, weight: QArray) -> Array:
         from infer.pallas.quantized_matmul_mosaic import quantized_matmul_mosaic
@@ -180,6 +188,21 @@ def _in_order(x: Array, weight: QArray) -> tuple[Array, QArray]:
         return x, weight
     format = dataclasses.replace(weight.format, ordered=False)  # type: ignore[call-arg]
     return jnp.take(x, weight.perm, axis=1), dataclasses.replace(weight, perm=None, format=format)
+
+
+def _check_e4m3(weight: QArray) -> None:
+    """Raise NotImplementedError for E4M3 products on a GPU that has none: Triton would end the
+    process.
+    """
+    gpu = choice.target_gpu()
+    assert isinstance(weight.format, PlanarFormat)
+    e4m3 = weight.format.activations.startswith("e4m3")
+    if e4m3 and gpu is not None and gpu.capability is not None and gpu.capability < _ADA:
+        raise NotImplementedError(
+            f"linear in triton: {weight.format.name} of shape {weight.shape} multiplies E4M3 with"
+            f" E4M3, which needs compute capability 8.9, not {gpu.kind} {gpu.capability}; use"
+            " 'xla', or None, which chooses"
+        )
 
 
 def _rounded(x: Array, weight: QArray) -> tuple[Array, Array]:

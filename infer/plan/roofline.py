@@ -92,6 +92,33 @@ def prefill(
     )
 
 
+def product(
+    *,
+    rows: int,
+    out: int,
+    width: int,
+    weight_bytes: float,
+    x_bytes: float,
+    y_bytes: float,
+    peak_flops: float,
+    bandwidth: float,
+) -> StepTime:
+    """Return the bound of x @ w.T: max(2 T O I / F, (weights + T I x + T O y) / BW).
+
+    Args:
+        rows: T, of x.
+        out: O, outputs.
+        width: I, inputs.
+        weight_bytes: of the weight as it is packed, scales included.
+        x_bytes: bytes of a number of x.
+        y_bytes: bytes of a number of the result.
+        peak_flops: FLOP/s, or operations/s.
+        bandwidth: bytes/s.
+    """
+    num_bytes = weight_bytes + rows * (width * x_bytes + out * y_bytes)
+    return StepTime(compute_s=2.0 * rows * out * width / peak_flops, memory_s=num_bytes / bandwidth)
+
+
 def kv_bytes_read(layers: Iterable[AttentionShape], context: int) -> float:
     """Return the bytes of cache that one sequence's next token reads; sliding layers: a window."""
     return sum(layer.visible(context) * layer.bytes_per_token for layer in layers)

@@ -1,7 +1,7 @@
 """The parts of `scripts/gpu_check.py`: what to run on a GPU, and how it is timed.
 
 A time is that of one call inside a program that makes many: the median of a few such programs,
-divided by their calls.  A barrier ties each call to the one before, so that none is hoisted.
+divided by their calls.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from infer.hardware import chip_of_kind
 from infer.jax_triton import packages
 from infer.pallas.triton_call import interpreted
 from tests.cases import programs
+from tests.cases import tuning as tuning_products
 from tests.cases.kernels import CHIPS, KernelCase, all_cases
 
 _GRAPHS = {
@@ -44,6 +45,7 @@ class Run:
     only: str
     end: float  # time.monotonic() at which no new measurement begins
     found: dict[str, Any] = field(default_factory=dict)
+    tuned_folder: Path | None = None  # where tuned sizes go, by chip; None: nowhere
 
     @functools.cached_property
     def chip(self) -> str:
@@ -59,7 +61,10 @@ class Run:
     def cases(self) -> list[KernelCase]:
         """Return the kernels' cases to run here, without those that `skipped` speaks of."""
         cases = [c for c in all_cases(smoke=self.smoke) if self.only in c.name]
-        cases = [c for c in cases if c.form != "jax_triton" or not self.skipped]
+        return self.here([c for c in cases if c.form != "jax_triton" or not self.skipped])
+
+    def here(self, cases: Iterable[KernelCase]) -> list[KernelCase]:
+        """Return those that this chip can run: Triton ends the process at some that it cannot."""
         # A chip that the gate does not list runs what a relative of it does.
         relative = {"h100-80gb": "h200-141gb"}.get(self.chip, "a100-80gb")
         chip = self.chip if self.chip in CHIPS else relative
@@ -76,30 +81,62 @@ class Run:
         return interpreted() if self.smoke else contextlib.nullcontext()
 
 
+def repeated(
+    fn: Callable[..., Any], calls: int, donate: tuple[int, ...] = ()
+) -> Callable[[Any], Any]:
+    """Return a function of a tuple of argument tuples that calls `fn` with each of them, `calls`
+    times over, and returns the last results.
+
+    The results go around the loop: what nobody takes from a loop XLA leaves out of it, however it
+    is fenced.  The arguments `donate` come back as the last outputs and go into the next call.
+    """
+
+    def once(args: Any) -> tuple[Any, Any]:
+        y = fn(*args)
+        back = dict(zip(donate, y[len(y) - len(donate) :], strict=True)) if donate else {}
+        rest = y[: len(y) - len(donate)] if donate else y
+        return tuple(back.get(i, x) for i, x in enumerate(args)), rest
+
+    def body(_: Any, carry: Any) -> Any:
+        many, _ = lax.optimization_barrier(carry)
+        done = [once(args) for args in many]
+        return tuple(args for args, _ in done), tuple(y for _, y in done)
+
+    def run(many: Any) -> Any:
+        shapes = jax.eval_shape(lambda many: tuple(once(args)[1] for args in many), many)
+        empty = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), shapes)
+        return lax.fori_loop(0, calls, body, (many, empty))
+
+    return run
+
+
 def seconds_per_call(
     fn: Callable[..., Any],
     args: Any,
     calls: int = 20,
     runs: int = 5,
     donate: tuple[int, ...] = (),
+    copies: int = 1,
 ) -> float:
-    """Return the median time of one call of `fn(*args)`; the arguments `donate` come back as the
-    last outputs and go into the next call.
+    """Return the median time of one call of `fn(*args)`.
+
+    Args:
+        fn: of arrays.
+        args: its arguments.
+        calls: calls in one program, a multiple of `copies`.
+        runs: of the program.
+        donate: arguments that come back as the last outputs and go into the next call.
+        copies: of the arguments, taken in turn: so many that a cache does not hold them.
     """
-
-    def body(_: Any, args: Any) -> Any:
-        args, y = lax.optimization_barrier((args, fn(*args)))
-        back = dict(zip(donate, y[len(y) - len(donate) :], strict=True)) if donate else {}
-        return tuple(back.get(i, x) for i, x in enumerate(args))
-
-    many = jax.jit(lambda args: lax.fori_loop(0, calls, body, args))
-    jax.block_until_ready(many(args))
+    many = tuple(args if i == 0 else jax.tree.map(jnp.copy, args) for i in range(copies))
+    program = jax.jit(repeated(fn, calls // copies, donate))
+    jax.block_until_ready(program(many))
     times = []
     for _ in range(runs):
         start = time.perf_counter()
-        jax.block_until_ready(many(args))
+        jax.block_until_ready(program(many))
         times.append(time.perf_counter() - start)
-    return float(np.median(times)) / calls
+    return float(np.median(times)) / (calls // copies * copies)
 
 
 # ---- parts ---------------------------------------------------------------------------------------
@@ -360,45 +397,117 @@ def _torch_attention(args: Any, flops: float) -> Any:
     return flops / float(np.median(times))
 
 
-def tuning(run: Run) -> Any:
-    """Time the candidate sizes of each kernel that has a choice; write the best of each shape."""
+# More than the L2 cache of any GPU here holds.
+_PAST_CACHES = 1 << 28
+# By how much other sizes must be faster than the kernel's own choice: less is noise.
+_GAIN = 0.02
+
+
+def tuning_cases(run: Run) -> list[KernelCase]:
+    """Return the cases of `run` that have sizes to try, then those of tests/cases/tuning.py."""
+    cases = [case for case in run.cases() if case.tuning]
+    products = tuning_products.SMOKE if run.smoke else tuning_products.CASES
+    return cases + run.here(case for case in products if run.only in case.name)
+
+
+def tuning(run: Run, show: Callable[[str, dict[str, Any]], None] = lambda name, entry: None) -> Any:
+    """Time the candidate sizes of each kernel that has a choice; write the best of each shape.
+
+    Args:
+        run: says which, how long, and where they are written.
+        show: called with each case's name and what was found, as it ends.
+    """
     found: dict[str, Any] = {}
-    best: dict[str, dict[str, Any]] = {}
-    for case in run.cases():
-        if case.tuning is None or run.out_of_time:
-            continue
-        args = jax.jit(case.make)(jax.random.key(2))
-        times: dict[str, Any] = {}
-        fastest = float("inf")
-        for sizes in case.tuning.sizes:
-            label = json.dumps(dataclasses.asdict(sizes))
-            try:
-                with run.interpreting():
-                    fn = case.tuning.run(sizes)
-                    seconds = seconds_per_call(fn, args, 2 if run.smoke else 10, 3)
-            except Exception as error:
-                times[label] = f"{type(error).__name__}: {error}"[:200]
-                continue
-            times[label] = seconds
-            if seconds < fastest:
-                fastest = seconds
-                best.setdefault(case.kernel, {})[case.tuning.key] = dataclasses.asdict(sizes)
-        found[case.name] = times
-    if not run.smoke:
-        _write_tuned(run.chip, best)
+    for case in tuning_cases(run):
+        entry = {"stopped": "out of time"} if run.out_of_time else tune(run, case)
+        found[case.name] = entry
+        show(case.name, entry)
+        if run.tuned_folder and "fields" in entry:
+            assert case.tuning
+            write_tuned(run.tuned_folder, run.chip, case.kernel, {case.tuning.key: entry})
     return found
 
 
-def _write_tuned(chip: str, best: dict[str, dict[str, Any]]) -> None:
-    folder = Path(os.environ.get("OUT", Path(__file__).parents[2] / "infer" / "pallas" / "tuned"))
-    folder = folder / chip
-    folder.mkdir(parents=True, exist_ok=True)
-    for kernel, sizes in best.items():
-        path = folder / f"{kernel}.json"
-        old = json.loads(path.read_text()) if path.exists() else {}
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(old | sizes, indent=1) + "\n")
-        os.replace(temporary, path)
+def tune(run: Run, case: KernelCase) -> dict[str, Any]:
+    """Return what a tuned file says of a case's shape (see infer/pallas/tuned), or without "fields"
+    why it says nothing: out of time, or the kernel's own sizes do not run.
+    """
+    assert case.tuning is not None
+    args = jax.block_until_ready(jax.jit(case.make)(jax.random.key(2)))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args))
+    copies = 2 if run.smoke else min(16, max(1, -(-_PAST_CACHES // size)))
+
+    def seconds(fn: Callable[..., Any]) -> float | str:
+        try:
+            with run.interpreting():
+                calls, repeats = (2, 1) if run.smoke else (4 * copies, 3)
+                return seconds_per_call(fn, args, calls, repeats, case.donate, copies)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"[:200]
+
+    entry: dict[str, Any] = {"case": case.name, "default_s": seconds(case.run), "tried": []}
+    for sizes in case.tuning.sizes:
+        if run.out_of_time:
+            return entry | {"stopped": "out of time"}
+        entry["tried"].append([_fields(case, sizes), seconds(case.tuning.run(sizes))])
+    if not isinstance(entry["default_s"], float):
+        return entry
+    fields, time_s = _best(run, case, args, entry)
+    return entry | {
+        "fields": fields,
+        "time_s": time_s,
+        "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _fields(case: KernelCase, sizes: Any) -> dict[str, Any]:
+    assert case.tuning is not None
+    fields = dataclasses.asdict(sizes)
+    may = fields if case.tuning.fields is None else case.tuning.fields
+    return {name: fields[name] for name in may}
+
+
+def _best(
+    run: Run, case: KernelCase, args: Any, entry: dict[str, Any]
+) -> tuple[dict[str, Any], float]:
+    """Return the fastest fields whose results are right, and their time; no fields where the
+    kernel's own choice is as fast.
+    """
+    assert case.tuning is not None
+    default_s = entry["default_s"]
+    timed = [
+        (s, sizes)
+        for sizes, (_, s) in zip(case.tuning.sizes, entry["tried"], strict=True)
+        if isinstance(s, float) and s < (1 - _GAIN) * default_s
+    ]
+    with run.interpreting():
+        want = jax.jit(case.run)(*args) if timed else None
+        for time_s, sizes in sorted(timed, key=lambda pair: pair[0]):
+            if _difference(case, jax.jit(case.tuning.run(sizes))(*args), want) <= case.error:
+                return _fields(case, sizes), time_s
+            entry["tried"].append([_fields(case, sizes), "wrong numbers"])
+    return {}, default_s
+
+
+def write_tuned(folder: Path, chip: str, kernel: str, entries: dict[str, Any]) -> None:
+    """Write entries into <folder>/<chip>/<kernel>.json, whole or not at all; others stay.
+
+    Raises:
+        ValueError: the file that is there is broken.
+    """
+    path = folder / chip / f"{kernel}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        old = json.loads(path.read_text())["shapes"] if path.exists() else {}
+        shapes = dict(sorted((old | entries).items()))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is broken ({error!r:.80}); remove it") from error
+    rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in shapes.items())
+    head = f'"chip": {json.dumps(chip)}, "kernel": {json.dumps(kernel)}'
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(f'{{{head}, "shapes": {{\n{rows}\n}}}}\n')
+    os.replace(temporary, path)
 
 
 # ---- the end -------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Whole programs at a Llama-3-8B layer's shape: what must be one CUDA graph, in place.
 
-Two layers where 32 would only take longer to compile: they are alike.
+Two layers where 32 would only take longer to compile: they are alike.  The steps with packed
+weights have all 32.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +23,8 @@ from infer.generation.state import Lanes, Requests
 from infer.models import decoder
 from infer.models.paged_forward import through_layers
 from infer.models.params import LayerParams, Params, expected_shapes
+from infer.quant.methods import FP8, RTN, Method
+from infer.quantization.recipe import MATRICES
 from infer.sampling import SamplingParams
 
 PAGE_SIZE = 16
@@ -69,18 +73,31 @@ def llama_3_8b(layers: int = 2, small: bool = False) -> ModelConfig:
     ).validate()
 
 
-def weights(config: ModelConfig) -> Params:
-    """Return the shapes of a model's weights, bfloat16."""
+def weights(config: ModelConfig, method: Method | None = None) -> Params:
+    """Return the shapes of a model's weights, bfloat16; with a method the layers' matrices packed,
+    embedding and head left as they are, as `infer.quantize(params, method)` does.
+    """
     is_shape = lambda x: isinstance(x, tuple) and not (x and isinstance(x[0], LayerParams))
-    return jax.tree.map(
+    params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         expected_shapes(config),
         is_leaf=is_shape,
     )
+    if method is None:
+        return params
+    floats = lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32)
+    pack = lambda w: jax.eval_shape(method.pack, floats(w))
+    layer = params.layers[0]
+    layer = dataclasses.replace(layer, **{name: pack(getattr(layer, name)) for name in MATRICES})
+    return dataclasses.replace(params, layers=(layer,) * config.num_layers)
 
 
 def decode_step(
-    implementation: str | None = None, batch: int = 32, layers: int = 2, small: bool = False
+    implementation: str | None = None,
+    batch: int = 32,
+    layers: int = 2,
+    small: bool = False,
+    method: Method | None = None,
 ) -> ProgramCase:
     """One token of each sequence: layers, head, argmax."""
     config, pages = llama_3_8b(layers, small), 8 if small else 4096
@@ -106,12 +123,26 @@ def decode_step(
     return ProgramCase(
         name="decode step",
         run=run,
-        args=(weights(config), jax.eval_shape(make), tokens),
+        args=(weights(config, method), jax.eval_shape(make), tokens),
         donate=(1,),
         pool_shape=(pages, config.num_kv_heads, PAGE_SIZE, config.head_dim),
         names=("paged_attention",),
         layers=layers,
     )
+
+
+def decode_step_int4() -> ProgramCase:
+    """The whole step of 16 sequences, matrices in int4 with a scale for 128 inputs."""
+    case = decode_step(batch=16, layers=32, method=RTN(bits=4, group_size=128))
+    names = (*case.names, "quantized_matmul")
+    return dataclasses.replace(case, name="decode step int4 g128", names=names)
+
+
+def decode_step_fp8() -> ProgramCase:
+    """The whole step of 16 sequences in E4M3: matrices by the channel, activations by the token."""
+    case = decode_step(batch=16, layers=32, method=FP8(activations="token"))
+    names = (*case.names, "scaled_matmul")
+    return dataclasses.replace(case, name="decode step fp8", names=names)
 
 
 def requests_for(

@@ -84,3 +84,22 @@ def test_sliding_layers_read_their_window_only():
     full = AttentionShape(num_kv_heads=1, k_head_dim=64, v_head_dim=64)
     assert roofline.kv_bytes_read([slide, full], 1000) == (128 + 1000) * 256
     assert roofline.kv_bytes_read([slide, full], 100) == 200 * 256
+
+
+def test_a_product_by_hand():
+    chip = get_chip("h200-141gb")
+    # 4-bit codes and a float16 scale for 128 of them: 8,650,752 bytes; x and y 131,072 and 262,144.
+    weight_bytes = 4096 * 4096 / 2 + 2 * 4096 * 32
+    step = roofline.product(
+        rows=16,
+        out=4096,
+        width=4096,
+        weight_bytes=weight_bytes,
+        x_bytes=2,
+        y_bytes=4,
+        peak_flops=chip.peak_flops("bf16"),
+        bandwidth=chip.bandwidth,
+    )
+    assert step.memory_s == pytest.approx(9_043_968 / 4.8e12)
+    assert step.compute_s == pytest.approx(536_870_912 / 989e12)
+    assert step.bound == "memory"

@@ -18,12 +18,13 @@ CHIPS = ("a100-80gb", "l4-24gb", "h200-141gb", "b200-180gb", "rtx-5060-8gb")
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
     """Block sizes to try: `run(sizes)` is the kernel with them, `key` names the best in
-    infer/pallas/tuned/<chip>/<kernel>.json.
+    infer/pallas/tuned/<chip>/<kernel>.json, and `fields` what is written there of them (None: all).
     """
 
     key: str
     sizes: tuple[Any, ...]
     run: Callable[[Any], Callable[..., Any]]
+    fields: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

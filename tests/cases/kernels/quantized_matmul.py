@@ -8,15 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from infer.pallas.quantized_matmul import (
-    QuantizedMatmulBlocks,
-    quantized_matmul,
-    quantized_matmul_reference,
-)
+from infer.pallas.quantized_matmul import quantized_matmul, quantized_matmul_reference
 from infer.quant.blocks import FORMATS
 from infer.quant.methods import FP8, MX, NF4, NVFP4, RTN
 from infer.quant.qarray import QArray
-from tests.cases.kernels import KernelCase, Tuning
+from tests.cases.kernels import KernelCase
 
 # Where a block has float16 scales.
 _HALVES = {
@@ -54,21 +50,12 @@ def packed(name: str, out: int, width: int, key: Array) -> QArray:
     return QArray(data.reshape(out, -1), format=format, shape=(out, width))
 
 
-def _case(
-    name: str, rows: int, out: int, width: int, dtype: str, tuned: bool = False
-) -> KernelCase:
+def _case(name: str, rows: int, out: int, width: int, dtype: str) -> KernelCase:
     def make(key: Array) -> tuple[Array, QArray]:
         one, two = jax.random.split(key)
         return jax.random.normal(one, (rows, width), dtype), packed(name, out, width, two)
 
     weight = jax.eval_shape(make, jax.random.key(0))[1]
-    sizes = [
-        QuantizedMatmulBlocks(block_out=o, splits=s, num_warps=w, num_stages=n)
-        for o in (32, 64, 128)
-        for s in (4, 8, 16)
-        for w, n in ((4, 2), (4, 4), (8, 2))
-    ]
-    run = lambda blocks: lambda x, w: quantized_matmul(x, w, blocks=blocks)
     return KernelCase(
         kernel="quantized_matmul",
         form="triton",
@@ -79,7 +66,6 @@ def _case(
         names=("quantized_matmul",),
         flops=2.0 * rows * out * width,
         bytes=float(_bytes(weight) + rows * (width * jnp.dtype(dtype).itemsize + out * 4)),
-        tuning=Tuning(key=f"{name} {out}x{width}", sizes=tuple(sizes), run=run) if tuned else None,
     )
 
 
@@ -89,7 +75,7 @@ def _bytes(weight: QArray) -> int:
 
 SMOKE = _case("int4 g32", 2, 24, 64, "float32")
 CASES = (
-    *(_case(name, 16, 4096, 4096, "bfloat16", tuned=name == "int4 g128") for name in NAMES),
+    *(_case(name, 16, 4096, 4096, "bfloat16") for name in NAMES),
     _case("int4 g128", 1, 14336, 4096, "bfloat16"),
     _case("int4 g128", 256, 4096, 4096, "bfloat16"),
     _case("Q4_K", 256, 4096, 4096, "bfloat16"),
