@@ -13,8 +13,9 @@ import pytest
 import infer
 from infer.config import LayerConfig
 from infer.models.params import LayerParams, random_params
-from infer.ops import choice, fused_linear
+from infer.ops import choice
 from infer.ops.linear import gated_mlp, linears, observing
+from infer.pallas.triton_call import interpreted
 from infer.quant import rtn
 from infer.quant.qarray import QArray
 from infer.sampling import SamplingParams
@@ -76,7 +77,7 @@ def test_a_gated_mlp_is_that_of_an_op_for_each_part(activation: str) -> None:
 
 
 def test_gradients_are_those_of_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Triton form's, its kernel replaced by the interpreted one."""
+    """Through the Triton form, with its kernel interpreted."""
     pair, gain = (weight(3), weight(4)), NORM[0]
 
     def loss(name: str | None, x: jax.Array, gain: jax.Array) -> jax.Array:
@@ -84,12 +85,9 @@ def test_gradients_are_those_of_the_plain_form(monkeypatch: pytest.MonkeyPatch) 
         return jnp.sum(y[0] * jnp.cos(y[1]))
 
     want = jax.grad(lambda *a: loss("xla", *a), argnums=(0, 1))(X, gain)
-    kernel = fused_linear.products
-    monkeypatch.setattr(
-        fused_linear, "products", lambda *a, **k: kernel(*a, **(k | {"interpret": True}))
-    )
     monkeypatch.setattr(choice, "_check_gpu", lambda op, name: None)
-    got = jax.grad(lambda *a: loss("triton", *a), argnums=(0, 1))(X, gain)
+    with interpreted():
+        got = jax.grad(lambda *a: loss("triton", *a), argnums=(0, 1))(X, gain)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
