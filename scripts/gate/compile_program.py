@@ -36,6 +36,9 @@ def main() -> None:
                 "missing_kernels": [
                     name for name in case.names if not any(n.startswith(name) for n in names)
                 ],
+                "launches": {
+                    name: sum(f" {name}" in line for line in program.thunks) for name in case.names
+                },
                 "compile_s": round(program.compile_s, 1),
             }
         )

@@ -3,6 +3,7 @@
 Two layers where 32 would only take longer to compile: they are alike.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from infer.models import decoder
 from infer.models.paged_forward import through_layers
 from infer.models.params import LayerParams, Params, expected_shapes
 from infer.sampling import SamplingParams
+from tests.cases.kernels.quantized_matmul import packed
 
 PAGE_SIZE = 16
 # The one GPU where every kernel has both forms.
@@ -111,6 +113,25 @@ def decode_step(
         pool_shape=(pages, config.num_kv_heads, PAGE_SIZE, config.head_dim),
         names=("paged_attention",),
         layers=layers,
+    )
+
+
+def packed_decode_step() -> ProgramCase:
+    """The same with one sequence and the layers' weights in Q4_K, as they lie in a file."""
+    case = decode_step(batch=1)
+    params: Params = case.args[0]
+    pack = lambda w: jax.eval_shape(lambda: packed("Q4_K", *w.shape, jax.random.key(0)))
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    layers = tuple(
+        dataclasses.replace(layer, **{name: pack(getattr(layer, name)) for name in names})
+        for layer in params.layers
+    )
+    params = dataclasses.replace(params, layers=layers)
+    return dataclasses.replace(
+        case,
+        name="packed decode step",
+        args=(params, *case.args[1:]),
+        names=(*case.names, "quantized_matmul"),
     )
 
 

@@ -125,7 +125,7 @@ def test_rows_of_a_form_without_its_packages_are_skipped_in_words(monkeypatch, c
 
 @pytest.mark.kernels
 @compiles
-@pytest.mark.parametrize("program", ["decode_step", "generate_loop"])
+@pytest.mark.parametrize("program", ["decode_step", "packed_decode_step", "generate_loop"])
 def test_a_program_is_one_command_buffer_that_works_in_place(program: str) -> None:
     done = _python("-m", "scripts.gate.compile_program", program)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -136,6 +136,9 @@ def test_a_program_is_one_command_buffer_that_works_in_place(program: str) -> No
     assert found["pool_copies"] == 0
     assert found["temp_bytes"] < found["pool_bytes"]
     assert found["missing_kernels"] == []
+    if program == "packed_decode_step":
+        # Of two layers: q, k, v, o, gate with up, down; norms, gate and residuals are in them.
+        assert found["launches"]["quantized_matmul"] == 2 * 6
 
 
 @pytest.mark.kernels
