@@ -1,13 +1,13 @@
 """Matrix products with a weight [out, in]: a float array, a QArray, or one packed for the CPU's
 native operations.
 
-What stands around the products of a layer is fused with them where the weights are `Packed`: the
-norm before, the gate between, the residual after.  A `Packed` weight has no plain XLA form.
+What stands around the products of a layer is fused with them where the weights are `Packed`, and on
+a GPU where few rows meet QArrays: the norm before, the gate between, bias and residual after.  A
+`Packed` weight has no plain XLA form.
 """
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 
 from infer.native.formats import ROUNDINGS
 from infer.native.repack import Packed
-from infer.ops import choice
+from infer.ops import choice, fused_linear
 from infer.ops.activation import gated_activation
 from infer.ops.norm import rms_norm
 from infer.ops.quantized import (
@@ -155,7 +155,7 @@ def _packed_product(
         return quantized_matmul(*_in_order(x, weight))
 
     rounds = isinstance(weight.format, PlanarFormat) and weight.format.activations
-    few = (x.shape[0] <= _MOST_ROWS or bool(rounds)) and x.dtype.itemsize == 2
+    few = _few_rows(x) or (bool(rounds) and x.dtype.itemsize == 2)
     mosaic = {"mosaic": choice.with_xla_gradient(on_hopper, quantized_product)}
     return choice.choose(
         "linear",
@@ -180,14 +180,17 @@ def _whole_codes(weight: QArray) -> bool:
     return isinstance(format, PlanarFormat) and format.code == "int" and format.bits in (4, 8)
 
 
+def _few_rows(x: Array) -> bool:
+    return x.shape[0] <= _MOST_ROWS and x.dtype.itemsize == 2
+
+
 def _in_order(x: Array, weight: QArray) -> tuple[Array, QArray]:
     """Return the same operands without a `perm`: the codes stay in their order, and the activations
     take it.
     """
     if weight.perm is None:
         return x, weight
-    format = dataclasses.replace(weight.format, ordered=False)  # type: ignore[call-arg]
-    return jnp.take(x, weight.perm, axis=1), dataclasses.replace(weight, perm=None, format=format)
+    return jnp.take(x, weight.perm, axis=1), fused_linear.without_order(weight)
 
 
 def _check_e4m3(weight: QArray) -> None:
@@ -238,9 +241,83 @@ def linears(
     if _all_packed(weights):
         ys = _native(x, weights, biases, norm, residual, implementation)
         return tuple(y.astype(x.dtype) for y in ys)
-    h = x if norm is None else rms_norm(x, *norm, implementation)
+    biases = tuple(biases)
+    gain, eps = (None, 0.0) if norm is None else norm
+    around = norm is not None or residual is not None or any(b is not None for b in biases)
+    if around and _fuses(x, weights, norm, implementation):
+        return _fused(
+            "linear",
+            fused_linear.products,
+            _one_by_one,
+            (x, weights, biases, gain, residual),
+            implementation,
+            eps=eps,
+        )
+    return _one_by_one(x, weights, biases, gain, residual, eps=eps, implementation=implementation)
+
+
+def _one_by_one(
+    x: Array,
+    weights: Sequence[Any],
+    biases: Sequence[Array | None],
+    gain: Array | None,
+    residual: Array | None,
+    *,
+    eps: float,
+    implementation: str | None,
+) -> tuple[Array, ...]:
+    """Compute `linears` with an op for each part."""
+    h = x if gain is None else rms_norm(x, gain, eps, implementation)
     ys = tuple(linear(h, w, b, implementation) for w, b in zip(weights, biases, strict=True))
     return ys if residual is None else (residual + ys[0],)
+
+
+def _fuses(
+    x: Array,
+    weights: Sequence[Any],
+    norm: PreNorm,
+    implementation: str | None,
+    activation: str | None = None,
+) -> bool:
+    """Return whether the products and what stands around them are one kernel's.
+
+    Not where weights are observed: what they read then has to be there.
+    """
+    if implementation is None:
+        wanted = _few_rows(x) and choice.target_gpu() is not None
+    else:
+        wanted = implementation in ("triton", "interpret")
+    if not wanted or _observed.get() is not None:
+        return False
+    return fused_linear.fuses(x, weights, norm is not None, activation)
+
+
+def _fused(
+    op: str,
+    kernel: choice.Form,
+    by_parts: choice.Form,
+    operands: tuple[Any, ...],
+    implementation: str | None,
+    **static: Any,
+) -> Any:
+    """Run the kernel, or plain XLA part by part where the program is lowered for a CPU."""
+
+    def xla(*operands: Any) -> Any:
+        with choice.recording():  # the parts' own choices are not what is recorded
+            return by_parts(*operands, **static, implementation="xla")
+
+    triton = functools.partial(kernel, **static)
+    return choice.choose(
+        op,
+        operands,
+        xla=xla,
+        kernels={
+            "triton": choice.with_xla_gradient(triton, xla),
+            "interpret": functools.partial(triton, interpret=True),
+        },
+        preferred=("triton",),
+        implementation=implementation,
+    )
 
 
 def gated_mlp(
@@ -268,10 +345,40 @@ def gated_mlp(
     plain = all(bias is None for bias in biases) and activation != "gelu"
     if plain and _all_packed(weights) and all(map(_takes_rows, weights)):
         return _native_mlp(x, gate, up, down, activation, norm, residual, implementation)
-    g, u = linears(x, (gate, up), biases[:2], norm=norm, implementation=implementation)
-    inner = gated_activation(g, u, activation, implementation)
+    pair, beside = (gate, up), tuple(biases[:2])
+    gain, eps = (None, 0.0) if norm is None else norm
+    if _fuses(x, pair, norm, implementation, activation):
+        inner = _fused(
+            "gated_mlp",
+            fused_linear.gated_products,
+            _gate_and_up,
+            (x, pair, beside, gain),
+            implementation,
+            activation=activation,
+            eps=eps,
+        )
+    else:
+        inner = _gate_and_up(
+            x, pair, beside, gain, activation=activation, eps=eps, implementation=implementation
+        )
     more = x if residual else None
     return linears(inner, (down,), biases[2:], residual=more, implementation=implementation)[0]
+
+
+def _gate_and_up(
+    x: Array,
+    weights: Sequence[Any],
+    biases: Sequence[Array | None],
+    gain: Array | None,
+    *,
+    activation: str,
+    eps: float,
+    implementation: str | None,
+) -> Array:
+    """Return act(gate n) * up n with an op for each part."""
+    norm = None if gain is None else (gain, eps)
+    g, u = linears(x, weights, biases, norm=norm, implementation=implementation)
+    return gated_activation(g, u, activation, implementation)
 
 
 def embed(

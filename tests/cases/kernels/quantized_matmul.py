@@ -1,5 +1,5 @@
 """Products with packed weights: the output projection of an 8B Llama, every format, one to 256
-rows.
+rows; and with what stands around the products of a layer.
 """
 
 from typing import Any
@@ -69,8 +69,50 @@ def _case(name: str, rows: int, out: int, width: int, dtype: str) -> KernelCase:
     )
 
 
-def _bytes(weight: QArray) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weight))
+def _bytes(arrays: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
+
+def _fused_case(
+    name: str,
+    rows: int,
+    out: int,
+    width: int,
+    dtype: str,
+    words: str,
+) -> KernelCase:
+    """Return a case with what `words` names: norm, bias, residual, silu or gelu_tanh."""
+    parts = words.split()
+    activation = next((word for word in parts if word in ("silu", "gelu_tanh")), None)
+
+    def make(key: Array) -> tuple[Array, QArray, dict[str, Any]]:
+        keys = jax.random.split(key, 6)
+        more: dict[str, Any] = {}
+        if "norm" in parts:
+            more["gain"] = jax.random.uniform(keys[2], (width,), jnp.float32, 0.5, 1.5)
+        if "bias" in parts:
+            more["bias"] = jax.random.normal(keys[3], (out,), dtype)
+        if "residual" in parts:
+            more["residual"] = jax.random.normal(keys[4], (rows, out), dtype)
+        if activation:
+            more["up"] = packed(name, out, width, keys[5])
+        x = jax.random.normal(keys[0], (rows, width), dtype)
+        return x, packed(name, out, width, keys[1]), more
+
+    fixed: dict[str, Any] = {"activation": activation} if activation else {}
+    fixed |= {"eps": 1e-5} if "norm" in parts else {}
+    given = jax.eval_shape(make, jax.random.key(0))
+    return KernelCase(
+        kernel="quantized_matmul",
+        form="triton",
+        shape=f"{name} {words} {rows}x{width}x{out} {dtype}",
+        make=make,
+        run=lambda x, w, more: quantized_matmul(x, w, dtype=dtype, **fixed, **more),
+        reference=lambda x, w, more: quantized_matmul_reference(x, w, **fixed, **more),
+        names=("quantized_matmul",),
+        flops=2.0 * rows * out * width * (2 if activation else 1),
+        bytes=float(_bytes(given) + rows * out * jnp.dtype(dtype).itemsize),
+    )
 
 
 SMOKE = _case("int4 g32", 2, 24, 64, "float32")
@@ -79,4 +121,11 @@ CASES = (
     _case("int4 g128", 1, 14336, 4096, "bfloat16"),
     _case("int4 g128", 256, 4096, 4096, "bfloat16"),
     _case("Q4_K", 256, 4096, 4096, "bfloat16"),
+    _fused_case("Q4_K", 1, 4096, 4096, "bfloat16", "norm"),
+    _fused_case("int4 g128", 16, 4096, 4096, "bfloat16", "norm bias"),
+    _fused_case("Q6_K", 1, 4096, 14336, "bfloat16", "residual"),
+    _fused_case("Q4_K", 1, 14336, 4096, "bfloat16", "norm silu"),
+    _fused_case("int4 g128", 16, 14336, 4096, "bfloat16", "norm silu"),
+    _fused_case("int8 channel", 64, 4096, 4096, "bfloat16", "norm bias residual"),
+    _fused_case("nvfp4", 64, 14336, 4096, "bfloat16", "norm gelu_tanh"),
 )
