@@ -30,9 +30,9 @@ from infer.models.params import Params
 from infer.ops.choice import check_implementation
 from infer.pytree import pytree_dataclass, static
 from infer.sampling import SamplingParams
+from infer.spec import policy
 from infer.spec.by_name import as_json, from_json
 from infer.spec.drafters import Drafter
-from infer.spec.policy import NOT_FORCED
 from infer.weights.safetensors import SafetensorsFile
 from infer.weights.safetensors_writer import write_file
 
@@ -291,10 +291,11 @@ def _is_speculation(s: Speculation) -> bool:
     sizes = known.seconds, known.tokens, s.gains
     return bool(
         all(np.all(np.isfinite(x) & (x > 0)) for x in sizes)
+        and np.all((s.trust >= 0) & (s.trust <= policy.MOST_TRUST))
         and np.all((known.share >= 0) & (known.share <= 1))
         and np.all((known.stood >= 0) & (known.stood <= known.judged) & np.isfinite(known.judged))
         and known.limit in (0, known.seconds.shape[0] - 2)
-        and np.all(known.forced == NOT_FORCED)
+        and np.all(known.forced == policy.NOT_FORCED)
         and known.idle >= 0
         and known.wait >= 0
         and np.all((s.owner >= 0) & (s.owner <= 1))

@@ -68,6 +68,7 @@ def initial(
         gains=jnp.full(
             num_slots, policy.expected(known, jnp.asarray(drafter.k, jnp.int32)), jnp.float32
         ),
+        trust=jnp.ones(num_slots, jnp.float32),
         passes=zeros(len(drafter.widths)),
         row_passes=zeros(),
         tokens=zeros(),
@@ -107,7 +108,8 @@ def begin_turn(drafter: Drafter, state: State) -> State:
         policy.expected(speculation.policy, jnp.asarray(drafter.k, jnp.int32)),
         speculation.gains,
     )
-    speculation = dataclasses.replace(speculation, owner=state.request, gains=gains)
+    trust = jnp.where(new, 1, speculation.trust)
+    speculation = dataclasses.replace(speculation, owner=state.request, gains=gains, trust=trust)
     return dataclasses.replace(state, speculation=speculation)
 
 
@@ -167,7 +169,7 @@ def plan(
     none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     state, proposal = at_most_once(jnp.any(asked.most > 0), ask, (state, none))
     offered = jnp.where(rows, proposal.count, 0)
-    gains = policy.expected(known, offered)
+    gains = 1 + _of(state).trust * (policy.expected(known, offered) - 1)
     state = _with_gains(state, rows & (limit > 0), gains)
     least = _least_gain(requests, state, rows, gains, drafter.k)
     width, count = policy.width_for(known, tiers, rows, offered, least, adaptive=drafter.adaptive)
@@ -256,6 +258,8 @@ def finish_turn(
 
 def _learnt(drafter: Drafter, state: State, planned: Plan, accepted: Array) -> State:
     old, tiers = _of(state), drafter.widths
+    aside = planned.rows & (planned.width == 0) & (planned.offered > 0)
+    matched = planned.proposal.tokens[:, 0] == state.last_token
     known = policy.learn(
         old.policy,
         tiers,
@@ -263,9 +267,17 @@ def _learnt(drafter: Drafter, state: State, planned: Plan, accepted: Array) -> S
         rows=planned.rows,
         count=planned.proposal.count,
         accepted=accepted,
-        aside=(planned.width == 0) & (planned.offered > 0),
-        matched=planned.proposal.tokens[:, 0] == state.last_token,
+        aside=aside,
+        matched=matched,
         adaptive=drafter.adaptive,
+    )
+    trust = policy.trusted(
+        old.policy,
+        old.trust,
+        count=jnp.where(planned.rows, planned.proposal.count, 0),
+        accepted=accepted,
+        aside=aside,
+        matched=matched,
     )
     count = lambda mask: jnp.sum(mask, axis=-1, dtype=jnp.int32)
     num_rows = count(planned.rows)
@@ -275,6 +287,7 @@ def _learnt(drafter: Drafter, state: State, planned: Plan, accepted: Array) -> S
     new = dataclasses.replace(
         old,
         policy=known,
+        trust=trust,
         passes=old.passes + ((tier == planned.width) & (num_rows > 0)).astype(jnp.int32),
         row_passes=old.row_passes + num_rows,
         tokens=old.tokens + plain,

@@ -93,6 +93,7 @@ class Speculation:
     owner: Leaf  # int32 [B], the request that each slot's part of it belongs to
     policy: Policy
     gains: Leaf  # f32 [B], tokens that a round should bring each slot, a running mean
+    trust: Leaf  # f32 [B], drafts of each slot that stood over those that should, a running mean
     passes: Leaf  # int32 [n + 1], that generated, by the tier they ran in
     row_passes: Leaf  # int32 [], rows that generated in them
     tokens: Leaf  # int32 [], that came out of them

@@ -41,7 +41,8 @@ from infer.pytree import Leaf, pytree_dataclass
 MARGIN = 0.02  # by which another limit must be faster, or a round than a plain turn
 MEMORY = 16  # turns over which what was observed is forgotten
 FIRST_WAIT, LONGEST_WAIT = 16, 256  # turns
-GAIN_MEMORY = 4  # turns of a row's running mean
+GAIN_MEMORY = 4  # turns of a row's running means
+MOST_TRUST = 2.0
 FADING = 128  # turns over which a share that is not observed goes back to what is believed
 # What is believed of a_1 and of a_2, ..., as if seen of so many drafts.
 FIRST_STANDS, NEXT_STANDS, BELIEVED = 0.5, 0.9, 2.0
@@ -136,6 +137,26 @@ def survival(policy: Policy) -> Float[Array, " k"]:
     """Return the probabilities S_j that the first j drafts of a row stand."""
     believed = jnp.where(jnp.arange(policy.judged.shape[0]) == 0, FIRST_STANDS, NEXT_STANDS)
     return jnp.cumprod((policy.stood + BELIEVED * believed) / (policy.judged + BELIEVED))
+
+
+def trusted(
+    policy: Policy,
+    trust: Float[Array, " B"],
+    *,
+    count: Int[Array, " B"],
+    accepted: Int[Array, " B"],
+    aside: Bool[Array, " B"],
+    matched: Bool[Array, " B"],
+) -> Float[Array, " B"]:
+    """Return T after a turn; arguments as those of `learn`, `policy` as it was before."""
+    first = survival(policy)[0]
+    ratio = jnp.where(
+        count > 0,
+        accepted.astype(jnp.float32) / jnp.maximum(expected(policy, count) - 1, first),
+        matched.astype(jnp.float32) / first,
+    )
+    new = trust + (jnp.minimum(ratio, MOST_TRUST) - trust) / GAIN_MEMORY
+    return jnp.where((count > 0) | aside, new, trust)
 
 
 def learn(

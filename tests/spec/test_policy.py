@@ -183,3 +183,21 @@ def test_what_is_not_observed_is_forgotten() -> None:
 def test_stated_costs() -> None:
     # Weights that take as long as 12 tokens: 4, 12 and 28 of them.
     assert policy.stated_seconds(TIERS, 4, 12) == [1.0, 1.5, 2.5, 1.0]
+
+
+def test_a_row_is_trusted_as_its_own_drafts_stood() -> None:
+    known = _fresh([1, 1, 1, 1])
+    judged = lambda trust, accepted: policy.trusted(
+        known,
+        trust,
+        count=jnp.asarray([6, 6, 0, 0, 0]),
+        accepted=jnp.asarray(accepted),
+        aside=jnp.asarray([False, False, True, True, False]),
+        matched=jnp.asarray([False, False, True, False, True]),
+    )
+    trust = judged(jnp.ones(5), [6, 0, 0, 0, 0])
+    # Six of 2.34 count double, as does a first draft of one half; none is 0; the last has none.
+    np.testing.assert_allclose(trust, [1.25, 0.75, 1.25, 0.75, 1.0])
+    for _ in range(30):
+        trust = judged(trust, [6, 0, 0, 0, 0])
+    np.testing.assert_allclose(trust, [2, 0, 2, 0, 1], atol=1e-3)
