@@ -27,7 +27,7 @@ CXX=g++ "$python" -m infer.native.build --sanitize --emulate-tiles "$folder/nati
 export ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16:malloc_context_size=8
 export UBSAN_OPTIONS=print_stacktrace=1 JAX_PLATFORMS=cpu INFER_NATIVE_LIBRARY=$folder/native.so
 # XLA compiles fast here (tests/conftest.py), and each program once.
-export XLA_FLAGS="--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+export XLA_FLAGS="--xla_backend_optimization_level=0"
 export JAX_COMPILATION_CACHE_DIR=$folder/xla JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 preload="$runtime $(g++ -print-file-name=libstdc++.so)"
 count=0

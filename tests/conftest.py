@@ -31,9 +31,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# The older of XLA:CPU's two emitters makes no MLIR context for each fusion, and LLVM at -O0 leaves
-# loops as they are.
-_FAST_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+# LLVM at -O0 leaves loops as they are; the older of XLA:CPU's two emitters, which JAX 0.11 no longer
+# has, makes no MLIR context for each fusion.
+_FAST_COMPILE = "--xla_backend_optimization_level=0"
+if jax.__version_info__ < (0, 11):  # XLA ends a process that has a flag it does not know
+    _FAST_COMPILE = f"--xla_cpu_use_fusion_emitters=false {_FAST_COMPILE}"
 
 
 def _compile_fast() -> None:
