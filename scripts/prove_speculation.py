@@ -49,7 +49,7 @@ LENGTH, FALSE_ALARMS = 4, 1e-4
 CELLS: list[tuple[dict[str, float], Any]] = [
     (dict(temperature=1.0, top_k=4), NGram(k=3, min_match=1, adaptive=False)),
     (
-        dict(temperature=1.5, top_k=4, repetition_penalty=1.2),
+        dict(temperature=1.5, top_k=4, repetition_penalty=1.05),
         NGram(k=3, min_match=1, rule="token", adaptive=False),
     ),
     (

@@ -31,8 +31,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# LLVM at -O0 leaves loops as they are; the older of XLA:CPU's two emitters, which JAX 0.11 no longer
-# has, makes no MLIR context for each fusion.
+# LLVM at -O0 leaves loops as they are; the older of XLA:CPU's two emitters, which JAX 0.11 has no
+# longer, makes no MLIR context for each fusion.
 _FAST_COMPILE = "--xla_backend_optimization_level=0"
 if jax.__version_info__ < (0, 11):  # XLA ends a process that has a flag it does not know
     _FAST_COMPILE = f"--xla_cpu_use_fusion_emitters=false {_FAST_COMPILE}"
