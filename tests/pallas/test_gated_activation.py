@@ -25,7 +25,8 @@ def test_equals_jax_nn(activation: str, dtype: str) -> None:
     y = gated_activation(gate, up, activation, blocks=BLOCKS, interpret=True)
     want = gated_activation_reference(gate, up, activation)
     f32 = lambda x: np.asarray(x, np.float32)
-    np.testing.assert_allclose(f32(y), f32(want), **tolerance(dtype, 128))  # values up to 50
+    # Values up to 50, and tanh may be an ulp from -1 where the other form's is -1.
+    np.testing.assert_allclose(f32(y), f32(want), **tolerance(dtype, 128))
     alone = gated_activation(gate[1:2], up[1:2], activation, blocks=BLOCKS, interpret=True)
     np.testing.assert_array_equal(f32(alone[0]), f32(y[1]))
 
