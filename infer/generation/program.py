@@ -47,12 +47,14 @@ from infer.pytree import Leaf, pytree_dataclass
 from infer.sampling import (
     History,
     Role,
+    SamplingState,
     draw_keys,
     log_probabilities,
     take,
     top_log_probabilities,
 )
 from infer.spec.drafters import Drafter, Tile
+from infer.spec.target import is_greedy
 from infer.spec.verify import Verified
 
 
@@ -376,7 +378,7 @@ def _emit(
             num_generated=state.num_generated,
         )
         allowed = process_logits(raw, sampling, history, implementation)
-        keys = draw_keys(sampling.key, requests.choice[row], state.num_generated, Role.DRAW)
+        keys = _keys_of_draws(sampling, requests.choice[row], state.num_generated)
         token = sample(allowed, sampling, keys, implementation)
     none = jnp.zeros_like(token)
     drawn = Verified(num_accepted=none, tokens=token[:, None], count=none + 1)
@@ -391,3 +393,16 @@ def _emit(
         implementation,
     )
     return retire(state, requests, finished)
+
+
+def _keys_of_draws(
+    sampling: SamplingState, choice: Int[Array, " B"], position: Int[Array, " B"]
+) -> Array:
+    """Return the key of each row's draw; where no row draws, a CPU is spared the hash, there three
+    loops of many small operations, and the keys are zero.
+    """
+    make = lambda: jax.random.key_data(draw_keys(sampling.key, choice, position, Role.DRAW))
+    zeros = lambda: jnp.zeros((*choice.shape, 2), jnp.uint32)
+    if_any = lambda: lax.cond(jnp.all(is_greedy(sampling)), zeros, make)
+    data = lax.platform_dependent(cpu=if_any, default=make)
+    return jax.random.wrap_key_data(data, impl="threefry2x32")

@@ -96,20 +96,22 @@ def figures(drafter: Drafter, speculation: Speculation) -> dict[str, Any]:
 
 
 def begin_turn(drafter: Drafter, state: State) -> State:
-    """Let the drafter forget what it carried for requests that have left their slots."""
+    """Forget what was known of requests that have left their slots."""
     speculation = _of(state)
     new = speculation.owner != state.request
-    if jax.tree.leaves(speculation.drafter):
-        reset = lambda carry: drafter.reset(carry, new)
-        carry = at_most_once(jnp.any(new), reset, speculation.drafter)
-        speculation = dataclasses.replace(speculation, drafter=carry)
-    gains = jnp.where(
-        new,
-        policy.expected(speculation.policy, jnp.asarray(drafter.k, jnp.int32)),
-        speculation.gains,
-    )
-    trust = jnp.where(new, 1, speculation.trust)
-    speculation = dataclasses.replace(speculation, owner=state.request, gains=gains, trust=trust)
+
+    def forget(old: Speculation) -> Speculation:
+        carry = drafter.reset(old.drafter, new) if jax.tree.leaves(old.drafter) else old.drafter
+        most = policy.expected(old.policy, jnp.asarray(drafter.k, jnp.int32))
+        return dataclasses.replace(
+            old,
+            drafter=carry,
+            owner=state.request,
+            gains=jnp.where(new, most, old.gains),
+            trust=jnp.where(new, 1, old.trust),
+        )
+
+    speculation = at_most_once(jnp.any(new), forget, speculation)
     return dataclasses.replace(state, speculation=speculation)
 
 
@@ -150,14 +152,16 @@ def plan(
     state: State,
     implementation: str | None,
 ) -> tuple[State, Plan]:
-    """Ask for drafts for the slots that generate, and choose the tier that holds them."""
-    tiers = drafter.widths
-    known = _of(state).policy
-    rows = (tokens_to_do(state, requests) == 1) & (state.num_generated > 0)
-    limit = policy.limit_now(known)
-    asked = _asked(requests, state, rows, jnp.asarray(tiers, jnp.int32)[limit])
+    """Ask for drafts for the slots that generate, and choose the tier that holds them.
 
-    def ask(c: tuple[State, Proposal]) -> tuple[State, Proposal]:
+    A turn that asks for none skips all of it: on a CPU, XLA hands a turn's many small operations
+    from thread to thread, which costs more than the operations do.
+    """
+    tiers = drafter.widths
+    rows = (tokens_to_do(state, requests) == 1) & (state.num_generated > 0)
+    limit = policy.limit_now(_of(state).policy)
+
+    def ask(c: tuple[State, Proposal], asked: Asked) -> tuple[State, Proposal]:
         s = c[0]
         found, cache, carry = drafter.propose(
             params, s.cache, _of(s).drafter, asked, implementation
@@ -165,17 +169,32 @@ def plan(
         s = _with_carry(dataclasses.replace(s, cache=cache), carry)
         return s, clipped(drafter, found, asked.most, params.config.vocab_size)
 
-    shapes = jax.eval_shape(lambda s: ask((s, Proposal(None, None, None)))[1], state)
-    none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    state, proposal = at_most_once(jnp.any(asked.most > 0), ask, (state, none))
-    offered = jnp.where(rows, proposal.count, 0)
-    gains = 1 + _of(state).trust * (policy.expected(known, offered) - 1)
-    state = _with_gains(state, rows & (limit > 0), gains)
-    least = _least_gain(requests, state, rows, gains, drafter.k)
-    width, count = policy.width_for(known, tiers, rows, offered, least, adaptive=drafter.adaptive)
-    width = jnp.where(jnp.any(rows), width, 0)
-    proposal = dataclasses.replace(proposal, count=count)
-    return state, Plan(rows=rows, proposal=proposal, offered=offered, limit=limit, width=width)
+    def drafted(c: tuple[State, Plan]) -> tuple[State, Plan]:
+        state, proposal = c[0], c[1].proposal
+        known = _of(state).policy
+        asked = _asked(requests, state, rows, jnp.asarray(tiers, jnp.int32)[limit])
+        propose = lambda c: ask(c, asked)
+        state, proposal = at_most_once(jnp.any(asked.most > 0), propose, (state, proposal))
+        offered = jnp.where(rows, proposal.count, 0)
+        gains = 1 + _of(state).trust * (policy.expected(known, offered) - 1)
+        state = _with_gains(state, rows, gains)
+        least = _least_gain(requests, state, rows, gains, drafter.k)
+        adaptive = drafter.adaptive
+        width, count = policy.width_for(known, tiers, rows, offered, least, adaptive=adaptive)
+        proposal = dataclasses.replace(proposal, count=count)
+        return state, Plan(rows=rows, proposal=proposal, offered=offered, limit=limit, width=width)
+
+    shapes = jax.eval_shape(
+        lambda s: ask((s, Proposal(None, None, None)), _asked(requests, s, rows, limit))[1], state
+    )
+    nothing = Plan(
+        rows=rows,
+        proposal=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+        offered=jnp.zeros(rows.shape, jnp.int32),
+        limit=limit,
+        width=jnp.zeros((), jnp.int32),
+    )
+    return at_most_once(jnp.any(rows) & (limit > 0), drafted, (state, nothing))
 
 
 def _with_gains(state: State, rows: Bool[Array, " B"], tokens: Float[Array, " B"]) -> State:
@@ -257,44 +276,48 @@ def finish_turn(
 
 
 def _learnt(drafter: Drafter, state: State, planned: Plan, accepted: Array) -> State:
-    old, tiers = _of(state), drafter.widths
-    aside = planned.rows & (planned.width == 0) & (planned.offered > 0)
-    matched = planned.proposal.tokens[:, 0] == state.last_token
-    known = policy.learn(
-        old.policy,
-        tiers,
-        limit=planned.limit,
-        rows=planned.rows,
-        count=planned.proposal.count,
-        accepted=accepted,
-        aside=aside,
-        matched=matched,
-        adaptive=drafter.adaptive,
-    )
-    trust = policy.trusted(
-        old.policy,
-        old.trust,
-        count=jnp.where(planned.rows, planned.proposal.count, 0),
-        accepted=accepted,
-        aside=aside,
-        matched=matched,
-    )
-    count = lambda mask: jnp.sum(mask, axis=-1, dtype=jnp.int32)
-    num_rows = count(planned.rows)
-    tier = jnp.arange(len(tiers), dtype=jnp.int32)
-    position = jnp.arange(drafter.k, dtype=jnp.int32)[:, None]
-    plain = jnp.where(planned.width == 0, num_rows, 0)
-    new = dataclasses.replace(
-        old,
-        policy=known,
-        trust=trust,
-        passes=old.passes + ((tier == planned.width) & (num_rows > 0)).astype(jnp.int32),
-        row_passes=old.row_passes + num_rows,
-        tokens=old.tokens + plain,
-        drafted=old.drafted + count(position < planned.proposal.count[None, :]),
-        accepted=old.accepted + count(position < accepted[None, :]),
-    )
-    return dataclasses.replace(state, speculation=new)
+    """Learn from a turn in which a slot generated."""
+    tiers, last_token = drafter.widths, state.last_token
+
+    def learn(old: Speculation) -> Speculation:
+        aside = planned.rows & (planned.width == 0) & (planned.offered > 0)
+        matched = planned.proposal.tokens[:, 0] == last_token
+        known = policy.learn(
+            old.policy,
+            tiers,
+            limit=planned.limit,
+            rows=planned.rows,
+            count=planned.proposal.count,
+            accepted=accepted,
+            aside=aside,
+            matched=matched,
+            adaptive=drafter.adaptive,
+        )
+        trust = policy.trusted(
+            old.policy,
+            old.trust,
+            count=jnp.where(planned.rows, planned.proposal.count, 0),
+            accepted=accepted,
+            aside=aside,
+            matched=matched,
+        )
+        count = lambda mask: jnp.sum(mask, axis=-1, dtype=jnp.int32)
+        num_rows = count(planned.rows)
+        tier = jnp.arange(len(tiers), dtype=jnp.int32)
+        position = jnp.arange(drafter.k, dtype=jnp.int32)[:, None]
+        return dataclasses.replace(
+            old,
+            policy=known,
+            trust=trust,
+            passes=old.passes + (tier == planned.width).astype(jnp.int32),
+            row_passes=old.row_passes + num_rows,
+            tokens=old.tokens + jnp.where(planned.width == 0, num_rows, 0),
+            drafted=old.drafted + count(position < planned.proposal.count[None, :]),
+            accepted=old.accepted + count(position < accepted[None, :]),
+        )
+
+    speculation = at_most_once(jnp.any(planned.rows), learn, _of(state))
+    return dataclasses.replace(state, speculation=speculation)
 
 
 def verify_round(
