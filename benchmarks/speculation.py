@@ -227,12 +227,16 @@ def write_docs(document: Path, results: Path) -> None:
     """Replace the table of `document` by that of the newest saved results.
 
     It stands between `<!-- speculation -->` and `<!-- /speculation -->`; of several results for
-    the same model, text and batch the last counts.
+    the same model, text, batch and drafter the last counts, so that a run without peers leaves
+    theirs.
     """
     found: dict[Any, dict[str, Any]] = {}
     for path in sorted(results.glob("speculation-*.json")):
         for line in map(json.loads, path.read_text().splitlines()):
-            found[line["model"], line["batch"], WORKLOADS.index(line["workload"])] = line
+            at = (line["model"], line["batch"], WORKLOADS.index(line["workload"]))
+            for name in line["speedup"]:
+                only = {name: line["speedup"][name]}
+                found[(*at, name.startswith("llama.cpp"), name)] = line | {"speedup": only}
     if not found:
         raise SystemExit(f"{results} has no speculation-*.json: run with --save first")
     lines = [found[key] for key in sorted(found, key=lambda k: (k[0] != "smollm2-135m", *k))]
@@ -240,8 +244,10 @@ def write_docs(document: Path, results: Path) -> None:
     pattern = re.compile(r"(<!-- speculation -->\n).*?(<!-- /speculation -->)", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"{document} has no place for the table")
-    when = f"{lines[-1]['date']}, {lines[-1]['chip']}, {lines[-1]['threads']} threads, "
-    when += f"{lines[-1]['rounds']} rounds in turns"
+    dates, rounds = ({line[key] for line in lines} for key in ("date", "rounds"))
+    newest = max(lines, key=lambda line: line["date"])
+    when = f"{' to '.join(dict.fromkeys((min(dates), max(dates))))}, {newest['chip']}, "
+    when += f"{newest['threads']} threads, {min(rounds)} to {max(rounds)} rounds in turns"
     document.write_text(
         pattern.sub(lambda match: f"{match[1]}{when}.\n\n{table(lines)}\n{match[2]}", text)
     )
