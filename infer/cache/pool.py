@@ -4,6 +4,7 @@ Pools are pytrees whose leaves all begin with [P, K, U]: what copies, moves or g
 to each leaf.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from infer.errors import ConfigError
-from infer.pytree import Leaf, pytree_dataclass
+from infer.pytree import Leaf, pytree_dataclass, static
 from infer.quant.kv import (
     KV_ALIASES,
     KV_FORMATS,
@@ -23,9 +24,12 @@ from infer.quant.kv import (
     format_of,
     quantize_kv,
 )
+from infer.quant.paley import factor
 
-# What keys and values can be cached in.
-KV_DTYPES = ("float32", "bfloat16", "float16", *KV_FORMATS)
+# What keys and values can be cached in.  "int4_hadamard" is int4 of heads that a Hadamard matrix
+# has turned (`infer.models.paged_forward`): outliers of single channels are spread over all.
+_TURNED = "int4_hadamard"
+KV_DTYPES = ("float32", "bfloat16", "float16", *KV_FORMATS, _TURNED)
 
 
 @pytree_dataclass
@@ -34,17 +38,18 @@ class QuantizedPool:
 
     data: Leaf  # int8 or float8_e4m3fn [P, K, U, H]; of int4 uint8 [P, K, U, H/2]
     scale: Leaf  # float32 [P, K, U]
+    turned: bool = static(default=False)  # what is written and read are turned heads
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(P, K, U, H), H in numbers."""
         width = self.data.shape[-1]
-        return (*self.data.shape[:-1], 2 * width if self.kv_dtype == "int4" else width)
+        return (*self.data.shape[:-1], 2 * width if format_of(self.data) == "int4" else width)
 
     @property
     def kv_dtype(self) -> str:
-        """The name of the format."""
-        return format_of(self.data)
+        """The name in KV_DTYPES."""
+        return _TURNED if self.turned else format_of(self.data)
 
 
 Pool = Float[Array, "P K U H"] | QuantizedPool
@@ -89,14 +94,19 @@ def create_pool(shape: tuple[int, int, int, int], kv_dtype: DTypeLike) -> Pool:
         ConfigError: there is no such dtype, or its packing cannot hold heads of this width.
     """
     name = kv_dtype_name(kv_dtype)
-    if name not in KV_FORMATS:
+    turned = name == _TURNED
+    if name not in KV_FORMATS and not turned:
         return jnp.zeros(shape, kv_dtype)
+    of = "int4" if turned else name
+    assert of is not None
     *places, width = shape
     try:
-        width = data_width(name, width)
+        if turned:
+            factor(width)
+        width = data_width(of, width)
     except ValueError as error:
         raise ConfigError(f"kv_dtype is {name!r}: {error}") from error
-    return QuantizedPool(jnp.zeros((*places, width), data_dtype(name)), jnp.zeros(places))
+    return QuantizedPool(jnp.zeros((*places, width), data_dtype(of)), jnp.zeros(places), turned)
 
 
 def dtype_of(pool: Pool | jax.ShapeDtypeStruct) -> str:
@@ -107,7 +117,8 @@ def dtype_of(pool: Pool | jax.ShapeDtypeStruct) -> str:
 def encoded(pool: Pool, values: Float[Array, "*A H"]) -> Array | QuantizedPool:
     """Return `values` as the pool stores them: leaves [*A, ...] for its leaves [P, K, U, ...]."""
     if isinstance(pool, QuantizedPool):
-        return QuantizedPool(*quantize_kv(values, pool.kv_dtype, pool.scale.dtype))
+        data, scale = quantize_kv(values, format_of(pool.data), pool.scale.dtype)
+        return dataclasses.replace(pool, data=data, scale=scale)
     return values.astype(pool.dtype)
 
 

@@ -8,13 +8,14 @@ from jaxtyping import Float, Int
 
 from infer.cache import paged
 from infer.cache.paged import PagedCache
-from infer.cache.pool import Pool
+from infer.cache.pool import Pool, QuantizedPool
 from infer.config import LayerConfig
 from infer.models import decoder
 from infer.models.blocks import Turn
 from infer.models.params import Params
 from infer.ops.attention import paged_attention
-from infer.ops.rope import rope_write
+from infer.ops.rope import apply_rope, rope_write
+from infer.quant.hadamard import transform
 
 
 def through_layers(
@@ -51,6 +52,9 @@ def through_layers(
         sinks: Array | None,
         pools: tuple[Pool, Pool],
     ):
+        turned = isinstance(pools[0], QuantizedPool) and pools[0].turned
+        if turned:  # after rotary embedding, which does not commute with it (QuaRot's R3)
+            q, k, v, turn = _turned(q, k, v, turn)
         # Written first, read after: reading the old pool once the new one exists would copy it.
         q, k_pages, v_pages = rope_write(q, k, v, turn, pages, flat, *pools, implementation)
         o = paged_attention(
@@ -65,7 +69,8 @@ def through_layers(
             sinks=sinks,
             implementation=implementation,
         )
-        return o.reshape(q.shape), (k_pages, v_pages)
+        o = o.reshape(q.shape)
+        return transform(o, o.shape[-1], back=True) if turned else o, (k_pages, v_pages)
 
     x, pools = decoder.hidden_states(
         params,
@@ -81,3 +86,12 @@ def through_layers(
     return x, dataclasses.replace(
         cache, k_pages=put(cache.k_pages, k_pages), v_pages=put(cache.v_pages, v_pages)
     )
+
+
+def _turned(q: Array, k: Array, v: Array, turn: Turn) -> tuple[Array, Array, Array, None]:
+    """Return queries, keys and values of heads turned by a Hadamard matrix: scores stay, and sums
+    of values are turned back.
+    """
+    if turn is not None:
+        q, k = apply_rope(q, *turn), apply_rope(k, *turn)
+    return *(transform(x, x.shape[-1]) for x in (q, k, v)), None

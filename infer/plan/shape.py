@@ -7,6 +7,8 @@ from dataclasses import dataclass
 # of `kv_dtype`.
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "float8_e4m3": 8, "int4": 4}
 _SCALE_BYTES = {"int8": 4, "float8_e4m3": 4, "int4": 4}
+# int4_hadamard stores what int4 does.
+_BITS["int4_hadamard"], _SCALE_BYTES["int4_hadamard"] = _BITS["int4"], _SCALE_BYTES["int4"]
 
 
 def bytes_per_number(kv_dtype: str, head_dim: float) -> float:

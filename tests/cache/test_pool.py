@@ -107,3 +107,12 @@ def test_heads_of_an_odd_width_have_no_int4() -> None:
     with pytest.raises(ConfigError, match="even head width, not 7; use int8"):
         create_pool((3, 2, 4, 7), "int4")
     assert isinstance(create_pool((3, 2, 4, 7), "int8"), QuantizedPool)
+
+
+def test_turned_heads_are_int4_and_say_so() -> None:
+    pool = create_pool((3, 2, 4, 20), "int4_hadamard")
+    assert isinstance(pool, QuantizedPool) and pool.turned and pool.data.shape == (3, 2, 4, 10)
+    assert dtype_of(pool) == pool.kv_dtype == "int4_hadamard" and pool.shape == (3, 2, 4, 20)
+    assert dtype_of(jax.tree.map(lambda x: x, pool)) == "int4_hadamard"
+    with pytest.raises(ConfigError, match="no Hadamard matrix of 18 rows is known here"):
+        create_pool((3, 2, 4, 18), "int4_hadamard")

@@ -20,6 +20,8 @@ from infer.errors import ConfigError, RequestError
 from infer.generation import host
 from infer.generation.prepare import RunOptions
 from infer.models.params import random_params
+from infer.ops.rope import apply_rope, rope_table
+from infer.quant.hadamard import transform
 from infer.quant.kv import KV_FORMATS
 from tests.generation.test_generate import Letters
 from tests.models import tiny
@@ -108,7 +110,9 @@ def test_every_implementation_says_what_it_ran(kv_dtype: str, implementation: st
         assert (ran["paged_attention"], ran["rope_write"]) == (of, of)
 
 
-@pytest.mark.parametrize(("kv_dtype", "atol"), [("int8", 0.02), ("fp8", 0.15), ("int4", 0.4)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "atol"), [("int8", 0.02), ("fp8", 0.15), ("int4", 0.4), ("int4_hadamard", 0.4)]
+)
 def test_quantised_logprobs_move_by_the_rounding_alone(kv_dtype: str, atol: float) -> None:
     prompts = [np.random.default_rng(i).integers(3, 90, 40).tolist() for i in range(3)]
     first = dataclasses.replace(_GREEDY, max_tokens=1)
@@ -118,7 +122,7 @@ def test_quantised_logprobs_move_by_the_rounding_alone(kv_dtype: str, atol: floa
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("kv_dtype", KV_FORMATS)
+@pytest.mark.parametrize("kv_dtype", [*KV_FORMATS, "int4_hadamard"])
 def test_chunks_slots_and_shared_prefixes_do_not_change_a_bit(kv_dtype: str) -> None:
     """Refill, forks of one prompt, common beginnings and chunks; natively all bits are equal."""
     if not native.by_default():
@@ -222,3 +226,30 @@ def test_odd_heads_have_no_int4() -> None:
     params = random_params(tiny.llama_config(head_dim=7, layers=layers), seed=0)
     with pytest.raises(ConfigError, match="even head width, not 7"):
         infer.generate(params, _PROMPTS, sampling=_GREEDY, kv_dtype="int4")
+
+
+def test_turned_heads_without_rounding_are_the_same_heads() -> None:
+    """Scores and sums of values are those of heads that are not turned, rotary or not."""
+    from infer.models import paged_forward
+
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((3, 2, 20)), jnp.float32) for _ in range(3))
+    turn = rope_table(RopeConfig(), 20, jnp.arange(3, dtype=jnp.int32))
+    for each in (turn, None):
+        a, b = (q, k) if each is None else (apply_rope(q, *each), apply_rope(k, *each))
+        tq, tk, tv, left = paged_forward._turned(q, k, v, each)
+        assert left is None
+        np.testing.assert_allclose((tq * tk).sum(-1), (a * b).sum(-1), atol=2e-5)
+        np.testing.assert_allclose(transform(tv, 20, back=True), v, atol=2e-6)
+
+
+def test_an_outlier_channel_costs_less_where_heads_are_turned() -> None:
+    """A key bias of 30 in one channel of each head takes int4's scale for itself."""
+    params = tiny.llama()
+    layers = [dataclasses.replace(w, k=w.k.at[3::8].multiply(30)) for w in params.layers]
+    params = dataclasses.replace(params, layers=tuple(layers))
+    first = dataclasses.replace(_GREEDY, max_tokens=1)
+    prompts = [np.random.default_rng(i).integers(3, 90, 40).tolist() for i in range(8)]
+    of = lambda kv: infer.generate(params, prompts, sampling=first, kv_dtype=kv).logprobs
+    error = lambda kv: np.abs(of(kv) - of(None)).mean()
+    assert error("int4_hadamard") < 0.7 * error("int4")
