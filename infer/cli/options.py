@@ -26,6 +26,8 @@ class KVDtype(enum.StrEnum):
     int8 = "int8"
     int4 = "int4"
     int4_hadamard = "int4_hadamard"
+    kivi4 = "kivi4"
+    kivi2 = "kivi2"
     float8_e4m3 = "float8_e4m3"
     fp8 = "fp8"  # the same
 

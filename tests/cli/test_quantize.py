@@ -184,7 +184,7 @@ def test_a_recipe_for_people(
         (["--method", "rtn", "--asymmetric", "--convention", "full"], "this has zero points"),
         (["--method", "rtn", "--group-size", "some"], "group_size is 'some'; use a number"),
         (["--method", "gptq"], "GPTQ needs calibration text"),
-        (["--method", "rtn", "--calibration", "f"], "--calibration is for gptq, awq and"),
+        (["--method", "rtn", "--calibration", "f"], "--calibration is for gptq, awq, smoothq"),
         (["--method", "rtn", "--seq-len", "64"], "--seq-len is for a calibration text"),
         (["--method", "awq", "--calibration", "absent.txt"], "absent.txt"),
         (["--method", "rtn", "--rotation", "r5"], "--rotation is 'r5'; use quarot, spinquant"),
