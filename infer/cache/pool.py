@@ -76,7 +76,8 @@ class GroupedPool:
         return next(name for name, bits in KIVI_BITS.items() if bits == self.bits)
 
 
-Pool = Float[Array, "P K U H"] | QuantizedPool | GroupedPool
+Pool = Float[Array, "P K U H"] | QuantizedPool  # tokens are written into it one by one
+AnyPool = Pool | GroupedPool
 
 
 def kv_dtype_name(dtype: Any) -> str | None:
@@ -115,7 +116,7 @@ def writes_pages(kv_dtype: Any) -> bool:
     return kv_dtype_name(kv_dtype) in KIVI_BITS
 
 
-def create_pools(shape: tuple[int, int, int, int], kv_dtype: DTypeLike) -> tuple[Pool, Pool]:
+def create_pools(shape: tuple[int, int, int, int], kv_dtype: DTypeLike) -> tuple[AnyPool, AnyPool]:
     """Return pools [P, K, U, H] of keys and of values, see `create_pool`.
 
     Raises:
@@ -162,7 +163,7 @@ def create_pool(shape: tuple[int, int, int, int], kv_dtype: DTypeLike) -> Pool:
     return QuantizedPool(jnp.zeros((*places, width), data_dtype(of)), jnp.zeros(places), turned)
 
 
-def dtype_of(pool: Pool | jax.ShapeDtypeStruct) -> str:
+def dtype_of(pool: AnyPool | jax.ShapeDtypeStruct) -> str:
     """Return the name in KV_DTYPES of a pool."""
     return pool.kv_dtype if isinstance(pool, (QuantizedPool, GroupedPool)) else pool.dtype.name
 
@@ -172,14 +173,13 @@ def encoded(pool: Pool, values: Float[Array, "*A H"]) -> Array | QuantizedPool:
 
     A `GroupedPool` takes whole pages, see `write_whole_pages`.
     """
-    assert not isinstance(pool, GroupedPool)
     if isinstance(pool, QuantizedPool):
         data, scale = quantize_kv(values, format_of(pool.data), pool.scale.dtype)
         return dataclasses.replace(pool, data=data, scale=scale)
     return values.astype(pool.dtype)
 
 
-def read_pages(pool: Pool, ids: Int[Array, "*A"]) -> Float[Array, "*A K U H"]:
+def read_pages(pool: AnyPool, ids: Int[Array, "*A"]) -> Float[Array, "*A K U H"]:
     """Return the numbers of pages, float32 from quantised pools; an id outside the pool reads some
     page.
     """

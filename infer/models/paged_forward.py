@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from infer.cache import paged
 from infer.cache.paged import PagedCache
-from infer.cache.pool import GroupedPool, Pool, QuantizedPool
+from infer.cache.pool import AnyPool, GroupedPool, QuantizedPool
 from infer.config import LayerConfig
 from infer.models import decoder
 from infer.models.blocks import Turn
@@ -53,17 +53,18 @@ def through_layers(
         v: Array,
         turn: Turn,
         sinks: Array | None,
-        pools: tuple[Pool, Pool, Any],
+        stored: tuple[AnyPool, AnyPool, Any],
     ):
-        *pools, recent = pools
-        options = dict(
+        k_pool, v_pool, recent = stored
+        options: dict[str, Any] = dict(
             scale=config.softmax_scale,
             window=layer.window,
             softcap=config.attn_softcap,
             sinks=sinks,
         )
         rows = lambda x: x.reshape(*positions.shape, *x.shape[1:])
-        if isinstance(pools[0], GroupedPool):
+        if isinstance(k_pool, GroupedPool):
+            assert isinstance(v_pool, GroupedPool)
             if turn is not None:
                 q, k = apply_rope(q, *turn), apply_rope(k, *turn)
             slot = slots.reshape(positions.shape)[:, 0]
@@ -71,7 +72,7 @@ def through_layers(
                 rows(q),
                 rows(k),
                 rows(v),
-                tuple(pools),
+                (k_pool, v_pool),
                 recent,
                 page_table,
                 positions,
@@ -79,11 +80,12 @@ def through_layers(
                 **options,
             )
             return o.reshape(q.shape), (*pools, recent)
-        turned = isinstance(pools[0], QuantizedPool) and pools[0].turned
+        turned = isinstance(k_pool, QuantizedPool) and k_pool.turned
         if turned:  # after rotary embedding, which does not commute with it (QuaRot's R3)
             q, k, v, turn = _turned(q, k, v, turn)
         # Written first, read after: reading the old pool once the new one exists would copy it.
-        q, k_pages, v_pages = rope_write(q, k, v, turn, pages, flat, *pools, implementation)
+        assert not isinstance(v_pool, GroupedPool)
+        q, k_pages, v_pages = rope_write(q, k, v, turn, pages, flat, k_pool, v_pool, implementation)
         o = paged_attention(
             rows(q),
             k_pages,
@@ -122,4 +124,5 @@ def _turned(q: Array, k: Array, v: Array, turn: Turn) -> tuple[Array, Array, Arr
     """
     if turn is not None:
         q, k = apply_rope(q, *turn), apply_rope(k, *turn)
-    return *(transform(x, x.shape[-1]) for x in (q, k, v)), None
+    wide = lambda x: transform(x, x.shape[-1])
+    return wide(q), wide(k), wide(v), None

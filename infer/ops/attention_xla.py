@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from infer.cache.pool import Pool, read_pages
+from infer.cache.pool import AnyPool, read_pages
 
 # Finite, so that a row without visible keys gives 0 / tiny rather than NaN, and small enough that
 # exp() of it is 0.
@@ -123,8 +123,8 @@ def _masked_attention(
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pages: Pool,
-    v_pages: Pool,
+    k_pages: AnyPool,
+    v_pages: AnyPool,
     page_table: Int[Array, "B M"],
     positions: Int[Array, "B T"],
     *,

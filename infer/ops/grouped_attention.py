@@ -53,24 +53,23 @@ def grouped_attention(
     first, last = jnp.maximum(positions[:, 0], 0), positions.max(1)
     begin = first // size * size
     count = -(-(positions.shape[1] + size - 1) // size)  # pages that the tokens may touch
-    own = tuple(
-        _from_page(new.swapaxes(1, 2), old, begin, first, last, slots, count * size)
-        for new, old in zip((k, v), recent, strict=True)
+    aligned = lambda new, old: _from_page(
+        new.swapaxes(1, 2), old, begin, first, last, slots, count * size
     )
+    own = aligned(k, recent[0]), aligned(v, recent[1])
     nth = jnp.arange(count, dtype=jnp.int32)[None, :]
     complete = begin[:, None] + (nth + 1) * size - 1 <= last[:, None]
     column = begin[:, None] // size + nth
     ids = jnp.take_along_axis(page_table, column, axis=1, mode="clip")
     ids = jnp.where(complete & (column < page_table.shape[1]), ids, num_pages)
     pages = lambda x: x.reshape(*x.shape[:2], count, size, -1).swapaxes(1, 2)
-    new = tuple(write_whole_pages(p, pages(x), ids) for p, x in zip(pools, own, strict=True))
+    written = lambda pool, x: write_whole_pages(pool, pages(x), ids)
+    new = written(pools[0], own[0]), written(pools[1], own[1])
     o = attention_xla.paged_attention(
         q, new[0], new[1], page_table, positions, recent=own, **options
     )
-    recent = tuple(
-        _remembered(old, x, positions, slots) for old, x in zip(recent, (k, v), strict=True)
-    )
-    return o, new, recent
+    kept = lambda old, x: _remembered(old, x, positions, slots)
+    return o, new, (kept(recent[0], k), kept(recent[1], v))
 
 
 def _from_page(
