@@ -40,6 +40,31 @@ SHARED = 4
 PROMPT, NEW = 512, 48
 
 
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """A method for a model that is turned before, as `infer quantize --rotation` does."""
+
+    rotation: str  # "quarot", "spinquant", or "values"
+    method: Any
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it looks at activations."""
+        return self.rotation == "spinquant" or self.method.calibrated
+
+    def quantize(self, params: Any, calibration: np.ndarray) -> Any:
+        """Return the weights, turned and rounded."""
+        from infer.quantization import hadamard_rotations, quantize, spinquant, turning_down
+
+        recipe = turning_down(params.config, self.method)
+        if self.rotation == "spinquant":
+            rotations = spinquant.learn(params, recipe, calibration).rotations
+        else:
+            rotations = hadamard_rotations(params.config, residual=self.rotation == "quarot")
+        tokens = calibration if self.method.calibrated else None
+        return quantize(params, recipe, tokens, rotations=rotations)
+
+
 def methods() -> dict[str, Any]:
     """Return the methods by the name of their row."""
     from infer.quant.methods import (
@@ -89,6 +114,28 @@ def methods() -> dict[str, Any]:
         "MXFP6 E2M3": MX(code="e2m3"),
         "MXFP8 E4M3": MX(code="e4m3"),
         "NVFP4": NVFP4(),
+        "MXFP4, blocks turned": MX(hadamard=32),
+        **turned(),
+    }
+
+
+def turned() -> dict[str, Any]:
+    """Return the methods of turned models, and those that they are held against."""
+    from infer.quant.methods import GPTQ, RTN
+
+    rtn = RTN(bits=4, group_size=GROUP)
+    gptq = GPTQ(bits=4, group_size=GROUP, act_order=True, static_groups=True)
+    with_acts = lambda method, bits: dataclasses.replace(method, activations=f"int{bits}")
+    return {
+        "QuaRot + RTN 4": Turned("quarot", rtn),
+        "QuaRot + GPTQ 4": Turned("quarot", gptq),
+        "QuaRot (values) + GPTQ 4": Turned("values", gptq),
+        "GPTQ 4 + int8 activations": with_acts(gptq, 8),
+        "QuaRot + GPTQ 4 + int8 activations": Turned("quarot", with_acts(gptq, 8)),
+        "GPTQ 4 + int4 activations": with_acts(gptq, 4),
+        "QuaRot + GPTQ 4 + int4 activations": Turned("quarot", with_acts(gptq, 4)),
+        "QuaRot (values) + GPTQ 4 + int4 activations": Turned("values", with_acts(gptq, 4)),
+        "SpinQuant + GPTQ 4 + int4 activations": Turned("spinquant", with_acts(gptq, 4)),
     }
 
 
@@ -109,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(f"no method {unknown[0]!r}; there are {', '.join(known)}")
+    if options.speed:  # turned models have the speeds of their formats
+        names = [name for name in names if not isinstance(known[name], Turned)]
     asked = {name: known[name] for name in names[: options.most]}
     for line in [speeds(options, asked)] if options.speed else measured(options, asked):
         print(json.dumps(line), flush=True)
@@ -153,7 +202,10 @@ def measured(options: argparse.Namespace, asked: dict[str, Any]) -> Iterator[dic
         for name in names[start : start + SHARED]:
             method = asked[name]
             began = time.perf_counter()
-            q = quantize(model.params, method, calibration if method.calibrated else None)
+            if isinstance(method, Turned):
+                q = method.quantize(model.params, calibration)
+            else:
+                q = quantize(model.params, method, calibration if method.calibrated else None)
             line = {
                 "benchmark": "quantisation",
                 "model": options.model,

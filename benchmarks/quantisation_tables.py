@@ -27,6 +27,14 @@ _PAIRS = (
     ("MXFP4, floor", "MXFP4, ceil"),
     ("FP4", "NF4, double"),
     ("RTN 8 + int8 activations", "SmoothQuant"),
+    ("MXFP4, floor", "MXFP4, blocks turned"),
+    ("RTN 4", "QuaRot + RTN 4"),
+    ("GPTQ 4, act-order", "QuaRot + GPTQ 4"),
+    ("GPTQ 4, act-order", "QuaRot (values) + GPTQ 4"),
+    ("GPTQ 4 + int8 activations", "QuaRot + GPTQ 4 + int8 activations"),
+    ("GPTQ 4 + int4 activations", "QuaRot + GPTQ 4 + int4 activations"),
+    ("GPTQ 4 + int4 activations", "QuaRot (values) + GPTQ 4 + int4 activations"),
+    ("QuaRot + GPTQ 4 + int4 activations", "SpinQuant + GPTQ 4 + int4 activations"),
 )
 
 

@@ -22,7 +22,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from infer.cache.pool import Pool, create_pool, encoded
+from infer.cache.pool import GroupedPool, Pool, create_pools, encoded
 from infer.config import ModelConfig
 from infer.errors import CapacityError
 from infer.pytree import Leaf, pytree_dataclass
@@ -40,6 +40,9 @@ class PagedCache:
     lengths: Leaf  # int32 [B], tokens of each row whose keys and values are in the cache
     page_refs: Leaf  # int32 [P], 0 = free
     overflow: Leaf  # bool [], an allocation found too few free pages
+    # Where pages are quantised as a whole (`GroupedPool`): L x (keys, values) of each row's last
+    # tokens, float32 [B, K, 2U, H], position p at p modulo 2U.
+    recent: Leaf = None
 
     @property
     def num_pages(self) -> int:
@@ -61,6 +64,7 @@ def create(
     pages_per_row: int,
     dtype: DTypeLike,
     more: Sequence[ModelConfig] = (),
+    num_writers: int | None = None,
 ) -> PagedCache:
     """Return an empty cache: zeroed pools, no pages held.
 
@@ -73,6 +77,7 @@ def create(
         dtype: of keys and values, a name of `infer.cache.pool.KV_DTYPES` or a dtype.
         more: models whose keys and values of the same tokens lie in the same pages; their layers
             come after those of `config`, in order.
+        num_writers: the first rows, which tokens are written for; None is all.
 
     Raises:
         ConfigError: no such dtype, or heads that it cannot hold.
@@ -82,14 +87,20 @@ def create(
         for model in (config, *more)
         for _ in model.layers
     ]
-    pools = lambda: tuple(create_pool(shape, dtype) for shape in shapes)
+    k_pages, v_pages = zip(*(create_pools(shape, dtype) for shape in shapes), strict=True)
+    recent = None
+    if isinstance(k_pages[0], GroupedPool):
+        writers = num_rows if num_writers is None else num_writers
+        zeros = lambda heads, width: jnp.zeros((writers, heads, 2 * page_size, width))
+        recent = tuple((zeros(k, h), zeros(k, h)) for _, k, _, h in shapes)
     return PagedCache(
-        k_pages=pools(),
-        v_pages=pools(),
+        k_pages=k_pages,
+        v_pages=v_pages,
         page_table=jnp.full((num_rows, pages_per_row), num_pages, jnp.int32),
         lengths=jnp.zeros(num_rows, jnp.int32),
         page_refs=jnp.zeros(num_pages, jnp.int32),
         overflow=jnp.zeros((), bool),
+        recent=recent,
     )
 
 
@@ -198,6 +209,7 @@ def reorder(cache: PagedCache, source: Int[Array, " B"]) -> PagedCache:
         page_table=table,
         page_refs=refs.at[table].add(1, mode="drop"),
         lengths=cache.lengths[source],
+        recent=jax.tree.map(lambda x: x[source], cache.recent),
     )
 
 

@@ -276,6 +276,8 @@ def _format_text(format: dict[str, Any]) -> str:
     kind = "integers" if format["code"] == "int" else format["code"]
     text = f"{format['bits']}-bit {kind}, a {format['scale_dtype']} scale for each {per}"
     text += "" if format["symmetric"] else ", zero points"
+    if turned := format.get("rotated"):
+        text += f", inputs turned by {turned}"
     acts = format["activations"]
     return text + (f", activations in {acts}" if acts else "")
 

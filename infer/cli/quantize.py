@@ -1,5 +1,6 @@
 """`infer quantize`: a model's matrices in few bits, in a folder that every command takes."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -61,7 +62,7 @@ def quantize(
     ] = None,
     activations: Annotated[
         str | None,
-        typer.Option(help="Rounded too: int8 with integers, token or block with fp8."),
+        typer.Option(help="Rounded too: int8, int4 with integers, token or block with fp8."),
     ] = None,
     damping: Annotated[
         float | None, typer.Option(help="of gptq: share of the Hessian's diagonal [default: 0.01].")
@@ -100,6 +101,24 @@ def quantize(
     scale_rule: Annotated[
         str | None, typer.Option(help="mxfp: floor, ceil, even, rceil [default: floor].")
     ] = None,
+    hadamard: Annotated[
+        str | None,
+        typer.Option(
+            help="rtn, gptq, mxfp, nvfp4: inputs that the product turns by a Hadamard matrix, a "
+            "number, or full."
+        ),
+    ] = None,
+    rotation: Annotated[
+        str | None,
+        typer.Option(
+            help="Turn the model first: quarot (Hadamard matrices), spinquant (learned on the "
+            "calibration text), values (where norms forbid turning the residual stream); turns the "
+            "inputs of down, too."
+        ),
+    ] = None,
+    rotation_steps: Annotated[
+        int | None, typer.Option(help="spinquant: steps of learning [default: 100].")
+    ] = None,
     calibration: Annotated[
         str | None,
         typer.Option(help="A text in UTF-8, like what the model will be used for; - is stdin."),
@@ -134,6 +153,7 @@ def quantize(
         "granularity": granularity,
         "double": double,
         "scale_rule": scale_rule,
+        "hadamard": _group(hadamard),
     }
     options = {name: value for name, value in given.items() if value is not None}
     text = {"calibration_tokens": calibration_tokens, "seq_len": seq_len}
@@ -141,8 +161,9 @@ def quantize(
     if text and calibration is None:
         raise ConfigError(f"{_spelled(text)} is for a calibration text; give --calibration FILE")
     ask = _asked(method, recipe, options)
+    turn = _Turn.of(rotation, rotation_steps)
     use_compilation_cache()
-    report = run(model, Path(out), ask, calibration, text, dtype)
+    report = run(model, Path(out), ask, calibration, text, dtype, turn)
     print(json.dumps(report, allow_nan=False) if as_json else text_of(report))
 
 
@@ -152,6 +173,52 @@ def _group(text: str | None) -> int | str | None:
 
 def _spelled(options: dict[str, Any]) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in options)
+
+
+_ROTATIONS = ("quarot", "spinquant", "values")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """How a model is turned before it is rounded."""
+
+    kind: str
+    steps: int | None = None
+
+    @classmethod
+    def of(cls, kind: str | None, steps: int | None) -> "_Turn | None":
+        """Return what was asked, None for nothing.
+
+        Raises:
+            ConfigError: there is no such rotation, or steps go with another.
+        """
+        if kind is not None and kind not in _ROTATIONS:
+            raise ConfigError(f"--rotation is {kind!r:.60}; use {', '.join(_ROTATIONS)}")
+        if steps is not None and kind != "spinquant":
+            raise ConfigError("--rotation-steps is for --rotation spinquant; leave it out")
+        if steps is not None and steps < 1:
+            raise ConfigError(f"--rotation-steps is {steps}; use 1 or more")
+        return None if kind is None else cls(kind, steps)
+
+    def rotations(self, params: Any, recipe: Any, tokens: Any) -> Any:
+        """Return the rotations of a model that will be quantised so."""
+        from infer.quantization import spinquant
+        from infer.quantization.rotation import hadamard_rotations
+
+        if self.kind != "spinquant":
+            return hadamard_rotations(params.config, residual=self.kind == "quarot")
+        steps = spinquant.STEPS if self.steps is None else self.steps
+        print(f"infer: learning rotations, {steps} steps", file=sys.stderr)
+        with counting_bar("steps", steps) as count:
+            step = None if count is None else lambda done, loss: count(done)
+            found = spinquant.learn(params, recipe, tokens, steps=steps, progress=step)
+        end = found.losses[-10:]
+        print(
+            f"infer: a token's loss was {found.losses[0]:.3f} with Hadamard rotations, and is"
+            f" {sum(end) / len(end):.3f} nats in the last {len(end)} steps",
+            file=sys.stderr,
+        )
+        return found.rotations
 
 
 def _asked(method: str | None, recipe: str | None, options: dict[str, Any]) -> Any:
@@ -181,29 +248,36 @@ def run(
     calibration: str | None,
     text_options: dict[str, int],
     dtype: str | None,
+    turn: _Turn | None = None,
 ) -> dict[str, Any]:
     """Quantise and save; return what `--json` prints."""
-    import dataclasses
-
     import infer
     from infer.quantization import calibration as texts
     from infer.quantization.report import report, widths
+    from infer.quantization.rotation import turning_down
     from infer.weights.new_folder import check_new
     from infer.weights.packed_form import Calibration
 
     check_new(out.expanduser().absolute())
-    needs = {type(m).__name__: None for _, m in ask(()).rules if m is not None and m.calibrated}
+    calibrated = [m for m in dict.fromkeys(m for _, m in ask(()).rules) if m and m.calibrated]
+    needs = {type(m).__name__: None for m in calibrated}
+    if turn is not None and turn.kind == "spinquant":
+        needs["SpinQuant"] = None
     if needs and calibration is None:
         raise ConfigError(
             f"{', '.join(needs)} needs calibration text, which is like what the model will be used"
             " for; give --calibration FILE"
         )
     if calibration is not None and not needs:
-        raise ConfigError("--calibration is for gptq, awq and smoothquant; leave it out")
+        raise ConfigError(
+            "--calibration is for gptq, awq, smoothquant and --rotation spinquant; leave it out"
+        )
     text = None if calibration is None else _read(calibration)
     loaded, load_s = load_model(model, dtype, implementation="xla", decodable=True)
     start = time.perf_counter()
     recipe = ask(widths(loaded.params))
+    if turn is not None:
+        recipe = turning_down(loaded.config, recipe)
     tokens = record = None
     if text is not None:
         found = texts.sequences(
@@ -215,12 +289,13 @@ def run(
         )
         tokens = found.tokens
         calibrated = [m for m in dict.fromkeys(m for _, m in recipe.rules) if m and m.calibrated]
+        used = [repr(m) for m in calibrated] + ["SpinQuant"] * ("SpinQuant" in needs)
         record = Calibration.of(
             tokens,
             text=text,
             used=found.text,
             name="standard input" if calibration == "-" else Path(str(calibration)).name,
-            method=", ".join(map(repr, calibrated)),
+            method=", ".join(used),
         )
         if len(tokens) < _USUAL_SEQUENCES:
             print(
@@ -228,10 +303,13 @@ def run(
                 " and fewer may give a worse model than no calibration",
                 file=sys.stderr,
             )
+    rotations = None if turn is None else turn.rotations(loaded.params, recipe, tokens)
+    if not any(m is not None and m.calibrated for _, m in recipe.rules):
+        tokens = None
     print(f"infer: quantising {loaded.config.num_layers} layers", file=sys.stderr)
     with counting_bar("layers", loaded.config.num_layers) as count:
         step = None if count is None else lambda done, total: count(done)
-        params = infer.quantize(loaded.params, recipe, tokens, progress=step)
+        params = infer.quantize(loaded.params, recipe, tokens, rotations=rotations, progress=step)
         for leaf in _arrays(params):
             leaf.block_until_ready()
     quantize_s = time.perf_counter() - start
@@ -245,6 +323,7 @@ def run(
         "model": model,
         "out": str(out),
         "num_layers": loaded.config.num_layers,
+        "rotation": None if turn is None else turn.kind,
         "recipe": {pattern: _method_words(m) for pattern, m in recipe.rules},
         "stayed": made.stayed,
         "packed": {
@@ -272,6 +351,8 @@ def text_of(report: dict[str, Any]) -> str:
 
     size = lambda count: f"{count / 1e6:,.1f} MB"
     lines = [f"{report['model']} in {report['out']}"]
+    if report["rotation"] is not None:
+        lines[0] += f", turned before ({report['rotation']})"
     for name, part in report["packed"].items():
         bits = 8 * part["bytes"] / part["weights"]
         lines.append(

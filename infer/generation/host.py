@@ -221,7 +221,7 @@ class Job:
             pages_per_row=pages_per_row,
             page_size=options.page_size,
             processed_logprobs=options.logprobs_mode == "processed",
-            lanes=prepare.lanes_for(options.prefill_chunk, prompt_cap, slots),
+            lanes=prepare.lanes_for(options.prefill_chunk, prompt_cap, slots, options.whole_page),
             implementation=options.implementation,
             command_buffers=options.command_buffers and default_platform() == "gpu",
             kv_dtype=kv_dtype_name(options.kv_dtype),
@@ -457,6 +457,7 @@ def prefixes_of(todo: list[Row], config: ModelConfig, caps: Caps) -> Prefixes:
         # Whole pages, because a page has one writer, and whole tiles, so that what is not shared
         # is cut as it would be alone.
         math.lcm(caps.lanes.tile, caps.page_size),
+        caps.whole_page,
     )
 
 

@@ -26,6 +26,7 @@ def find_prefixes(
     scored: list[bool],
     num_requests: int,
     block: int,
+    whole_page: int = 1,
 ) -> Prefixes:
     """Return for each row the earlier row that has most of its prompt, in whole blocks or whole.
 
@@ -36,6 +37,7 @@ def find_prefixes(
             others.
         num_requests: R, with the padding rows.
         block: tokens.
+        whole_page: a prompt is shared whole where its length is a multiple of it.
     """
     found = Prefixes.none(num_requests)
     whole: dict[tuple[int, bytes], int] = {}
@@ -53,7 +55,7 @@ def find_prefixes(
             # At least one token is left to compute: what follows it is not kept for a block.
             if owner < row and end < len(ids):
                 parent, shared = owner, end
-        if equal < row:
+        if equal < row and len(ids) % whole_page == 0:
             parent, shared = equal, len(ids)
         if parent < num_requests and not scored[row]:
             found.parent[row], found.shared[row] = parent, shared

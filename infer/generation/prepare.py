@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from infer.backend import default_platform
 from infer.cache import paged
-from infer.cache.pool import kv_dtype_name
+from infer.cache.pool import kv_dtype_name, writes_pages
 from infer.config import ModelConfig
 from infer.errors import RequestError
 from infer.generation import speculation
@@ -112,6 +112,11 @@ class RunOptions:
             if value is not None and (not is_int(value) or not 1 <= value <= most):
                 raise RequestError(f"{name} is {value!r}, must be an integer from 1 to {most}")
 
+    @property
+    def whole_page(self) -> int:
+        """Tokens that are written together: a page, where the cache is written by pages, else 1."""
+        return self.page_size if writes_pages(self.kv_dtype) else 1
+
     def slots(self, num_requests: int) -> int:
         """Return the number of slots for so many requests."""
         most = _DEFAULT_SLOTS.get(default_platform(), _DEFAULT_SLOTS["gpu"])
@@ -142,6 +147,11 @@ class Caps:
     kv_dtype: str | None = None
     draft: str | None = None  # the drafter's options in words
 
+    @property
+    def whole_page(self) -> int:
+        """As of `RunOptions`."""
+        return self.page_size if writes_pages(self.kv_dtype) else 1
+
     def cache_dtype(self, params: Params) -> str:
         """Return the name of the dtype of cached keys and values."""
         return self.kv_dtype or params.dtype.name
@@ -152,13 +162,16 @@ def bucket(value: int, smallest: int) -> int:
     return max(smallest, 1 << max(0, value - 1).bit_length())
 
 
-def lanes_for(prefill_chunk: int, prompt_cap: int, slots: int) -> Lanes:
-    """Return tiles and passes whose tokens in one turn are at most `prefill_chunk`.
+def lanes_for(prefill_chunk: int, prompt_cap: int, slots: int, page: int = 1) -> Lanes:
+    """Return tiles and passes whose tokens in one turn are at most `prefill_chunk`, or one page.
+
+    `page` is that of a cache that is written by whole pages, and divides a tile.
 
     A pass costs the same however few of its tiles are used, so on a CPU it is as small as full dots
     allow and as often as is needed; what a GPU does at a time is the whole chunk.
     """
     tile = min(TILE, prefill_chunk, prompt_cap)
+    tile = max(page, tile // page * page)
     most_useful = slots * -(-prompt_cap // tile)
     tiles = max(1, min(prefill_chunk // tile, most_useful))
     in_a_pass = tiles
@@ -294,6 +307,11 @@ def check_draft(drafter: Drafter, config: ModelConfig, options: RunOptions) -> N
             f"draft.k is {k}, and the pool has {num_pages} pages of {page_size} tokens: a round is "
             "k + 1 tokens after at least one of a prompt; lower k or raise num_pages"
         )
+    if writes_pages(options.kv_dtype) and k > page_size:
+        raise RequestError(
+            f"draft.k is {k}, and {options.kv_dtype} keeps pages of {page_size} tokens, the most"
+            " that can be taken back; lower k or raise page_size"
+        )
     drafter.check(config)
 
 
@@ -318,6 +336,7 @@ def fresh_state(
     cache = paged.create(
         params.config,
         num_rows=2 * caps.slots,
+        num_writers=caps.slots,
         num_pages=caps.pages,
         page_size=caps.page_size,
         pages_per_row=caps.pages_per_row,

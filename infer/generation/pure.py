@@ -71,13 +71,14 @@ def generate_pure(
     drafter = options.draft
     if drafter is not None:
         prepare.check_draft(drafter, config, options)
+    whole = lens[given.prompt] % caps.whole_page == 0
     requests = Requests(
         prompts=prompts.astype(jnp.int32)[given.prompt],
         prompt_lens=lens[given.prompt],
         choice=jnp.asarray(given.choice),
         # Prompts are traced and cannot be compared; samples of one prompt share all of it.
-        parent=jnp.asarray(given.parent),
-        shared=jnp.where(given.choice > 0, lens[given.prompt], 0),
+        parent=jnp.where(whole, jnp.asarray(given.parent), caps.requests),
+        shared=jnp.where((given.choice > 0) & whole, lens[given.prompt], 0),
         last_child=jnp.asarray(given.last_child),
         wants_prompt_logprobs=jnp.asarray(given.scored),
         sampling=state,
@@ -240,7 +241,7 @@ def _caps(count: int, length: int, new: int, sizes: dict[str, Any], options: Run
         pages_per_row=pages_per_row,
         page_size=options.page_size,
         processed_logprobs=options.logprobs_mode == "processed",
-        lanes=prepare.lanes_for(options.prefill_chunk, length, slots),
+        lanes=prepare.lanes_for(options.prefill_chunk, length, slots, options.whole_page),
         implementation=options.implementation,
         kv_dtype=kv_dtype_name(options.kv_dtype),
         **sizes,

@@ -125,6 +125,7 @@ def begin_on(
     # The last token of a prompt always goes through the layers: it is what the next one comes from.
     most = min(saved.num_cached(), len(row.ids) - 1)
     same = next((i for i in range(most) if old[i] != row.ids[i]), most)
+    same -= same % saved.caps.whole_page
     span = int(saved.requests.prompt_lens[0]) + int(saved.requests.sampling.max_tokens[0])
     turned_otherwise = config.ropes_by_length and span != len(row.ids) + row.max_tokens
     if row.scored or turned_otherwise or same == 0:

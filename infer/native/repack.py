@@ -51,6 +51,7 @@ class Packed:
     shape: tuple[int, ...] = static(kw_only=True)
     planar: int = static(kw_only=True, default=0)  # of a planar format, see `planar_number`
     activations: str = static(kw_only=True, default="")  # as of PlanarFormat
+    rotated: int = static(kw_only=True, default=0)  # likewise
     perm: Leaf = None  # int32 [in]: column j of the panels is input perm[j]
     act_scale: Leaf = None  # float32 []: of activations whose scale is static
 
@@ -194,6 +195,7 @@ def _repack_planar(library: Any, weight: QArray, format: PlanarFormat) -> Packed
         shape=(out, width),
         planar=number,
         activations=format.activations,
+        rotated=format.rotated,
         perm=part(weight.perm),
         act_scale=part(weight.act_scale),
     )

@@ -11,12 +11,14 @@ It is neither scaled nor capped, and counts once, however keys are split into bl
 et al. 2023, arXiv 2309.17453, with a learned logit in place of sink tokens.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from infer.cache.pool import Pool, read_pages
+from infer.cache.pool import AnyPool, read_pages
 
 # Finite, so that a row without visible keys gives 0 / tiny rather than NaN, and small enough that
 # exp() of it is 0.
@@ -121,8 +123,8 @@ def _masked_attention(
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pages: Pool,
-    v_pages: Pool,
+    k_pages: AnyPool,
+    v_pages: AnyPool,
     page_table: Int[Array, "B M"],
     positions: Int[Array, "B T"],
     *,
@@ -130,6 +132,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    recent: tuple[Float[Array, "B K R H"], Float[Array, "B K R H"]] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Return causal attention of T queries a row over that row's pages, by online softmax over
     blocks of pages.
@@ -148,6 +151,9 @@ def paged_attention(
         window: visible keys, the query's own included; None for all.
         softcap: bound of scores by tanh, or None.
         sinks: a logit a head that joins the denominator only, or None.
+        recent: keys and values of the tokens from the beginning of the first query's page on.  If
+            given, a query reads the keys of its own page there, and those of earlier pages only in
+            the pools.
     """
     rows, num_queries, num_heads, width = q.shape
     _, num_kv, page_size, _ = k_pages.shape
@@ -167,21 +173,32 @@ def paged_attention(
     i_B1M1 = jnp.repeat(positions, group, axis=1)[:, None, :, None]
     end_B111 = jnp.max(positions, axis=1)[:, None, None, None]
 
+    begin_B1M1 = i_B1M1 // page_size * page_size  # of the query's own page
+
     def block(trip: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        m, total, acc = carry
         ids = lax.dynamic_slice_in_dim(table, trip * pages_per_trip, pages_per_trip, axis=1)
         gather = lambda pages: (
             read_pages(pages, ids).swapaxes(1, 2).reshape(rows, num_kv, keys_per_trip, width)
         )
+        j = trip * keys_per_trip + jnp.arange(keys_per_trip, dtype=jnp.int32)[None, None, None, :]
+        mask = j <= i_B1M1 if recent is None else j < begin_B1M1
+        return fold(carry, gather(k_pages), lambda: gather(v_pages), j, mask)
+
+    def fold(
+        carry: tuple[Array, Array, Array],
+        k: Array,
+        v_of: Callable[[], Array],
+        j: Array,
+        mask: Array,
+    ) -> tuple[Array, Array, Array]:
+        m, total, acc = carry
         scores = jnp.einsum(
             "bkmh,bksh->bkms",
             q_BKMH,
-            gather(k_pages).astype(q.dtype),
+            k.astype(q.dtype),
             preferred_element_type=jnp.float32,
             precision="highest",
         )
-        j = trip * keys_per_trip + jnp.arange(keys_per_trip, dtype=jnp.int32)[None, None, None, :]
-        mask = j <= i_B1M1
         if window is not None:
             mask = mask & (j > i_B1M1 - window)
         scores = jnp.where(mask, _softcapped(scores, softcap), _MASKED)
@@ -192,7 +209,7 @@ def paged_attention(
         rescale = jnp.exp(m - m_new)
         # Keys past the row's last position are stale memory of another sequence: 0 x NaN would
         # poison this one.
-        v = jnp.where(j.reshape(1, 1, -1, 1) <= end_B111, gather(v_pages), 0).astype(q.dtype)
+        v = jnp.where(j.swapaxes(2, 3) <= end_B111, v_of(), 0).astype(q.dtype)
         update = jnp.einsum(
             "bkms,bksh->bkmh",
             p.astype(q.dtype),
@@ -218,7 +235,13 @@ def paged_attention(
         ).reshape(*shape, 1)
         total = jnp.ones_like(m)
     start = (m, total, jnp.zeros((*shape, width), jnp.float32))
-    _, total, acc = lax.fori_loop(first, last, block, start)
+    carry = lax.fori_loop(first, last, block, start)
+    if recent is not None:
+        k, v = recent
+        begin = jnp.maximum(positions[:, :1], 0) // page_size * page_size
+        j = (begin + jnp.arange(k.shape[2], dtype=jnp.int32)[None, :])[:, None, None, :]
+        carry = fold(carry, k, lambda: v, j, (j >= begin_B1M1) & (j <= i_B1M1))
+    _, total, acc = carry
     o = acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return (
         o.reshape(rows, num_kv, num_queries, group, width)

@@ -5,7 +5,6 @@ A form here does one to three products as `infer.ops.linear` would with an op fo
 for which weights.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from infer.quant.qarray import QArray
+from infer.quant.qarray import QArray, is_plain, is_turned, stored
 
 
 def fuses(x: Array, weights: Sequence[Any], norm: bool, activation: str | None = None) -> bool:
@@ -33,24 +32,17 @@ def fuses(x: Array, weights: Sequence[Any], norm: bool, activation: str | None =
     for weight in weights:
         if not isinstance(weight, QArray) or len(weight.shape) != 2:
             return False
-        if plan(without_order(weight)) is None:
+        if is_turned(weight) or plan(stored(weight)) is None:
             return False
     if activation is None:
         return True
     gate, up = weights
-    ordered = gate.perm is not None or up.perm is not None
-    return activation in ACTIVATIONS and gate.format == up.format and not ordered
+    return (
+        activation in ACTIVATIONS and gate.format == up.format and is_plain(gate) and is_plain(up)
+    )
 
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
-
-
-def without_order(weight: QArray) -> QArray:
-    """Return the weight whose codes are those of `weight`, in their order."""
-    if weight.perm is None:
-        return weight
-    format = dataclasses.replace(weight.format, ordered=False)  # type: ignore[call-arg]
-    return dataclasses.replace(weight, perm=None, format=format)
 
 
 def products(
@@ -74,7 +66,7 @@ def products(
         if weight.perm is not None:  # the codes stay in their order, and the activations take it
             h = jnp.take(x, weight.perm, axis=1)
             g = None if gain is None else jnp.take(gain, weight.perm)
-        weight = without_order(weight)
+        weight = stored(weight)
         return quantized_matmul(
             h,
             weight,

@@ -24,11 +24,15 @@ from infer.ops.activation import gated_activation
 from infer.ops.norm import rms_norm
 from infer.ops.quantized import (
     e4m3_activations,
-    int8_activations,
+    in_basis,
+    integer_activations,
     quantized_product,
     round_activations,
+    turned,
 )
+from infer.ops.rounded_input import RoundedInput
 from infer.quant.formats import PlanarFormat
+from infer.quant.hadamard import transform
 from infer.quant.qarray import QArray, take_rows
 
 # Gain and epsilon of an RMSNorm; None is no norm.
@@ -57,7 +61,7 @@ def observing() -> Iterator[list[tuple[Any, Array]]]:
 
 def linear(
     x: Float[Array, "*B I"],
-    weight: Array | QArray | Packed,
+    weight: Array | QArray | Packed | RoundedInput,
     bias: Float[Array, " O"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*B O"]:
@@ -74,7 +78,7 @@ def linear(
 
 def linear_f32(
     x: Float[Array, "*B I"],
-    weight: Array | QArray | Packed,
+    weight: Array | QArray | Packed | RoundedInput,
     bias: Float[Array, " O"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*B O"]:
@@ -85,6 +89,8 @@ def linear_f32(
             *x.shape[:-1], -1
         )
     choice.check_implementation(implementation)
+    if isinstance(weight, RoundedInput):
+        return linear_f32(weight.rounded(x), weight.weight, bias, implementation)
     seen = _observed.get()
     if seen is not None:
         seen.append((weight, x))
@@ -129,7 +135,7 @@ def _packed_product(
         from infer.pallas.quantized_matmul import quantized_matmul
         from infer.pallas.scaled_matmul import scaled_matmul
 
-        x, weight = _in_order(x, weight)
+        x, weight = in_basis(x, weight)
         rounds = isinstance(weight.format, PlanarFormat) and weight.format.activations
         if not rounds or rounds == "outliers":
             blocks = quantized_sizes(x, weight)
@@ -144,7 +150,7 @@ def _packed_product(
         from infer.pallas.quantized_matmul_mosaic import quantized_matmul_mosaic
         from infer.pallas.scaled_matmul_mosaic import scaled_matmul_mosaic
 
-        x, weight = _in_order(x, weight)
+        x, weight = in_basis(x, weight)
         if not rounds:
             return quantized_matmul_mosaic(x, weight)
         return scaled_matmul_mosaic(*_rounded(x, weight), weight)
@@ -152,7 +158,7 @@ def _packed_product(
     def by_hand(x: Array, weight: QArray) -> Array:
         from infer.jax_triton.quantized_matmul import quantized_matmul
 
-        return quantized_matmul(*_in_order(x, weight))
+        return quantized_matmul(*in_basis(x, weight))
 
     rounds = isinstance(weight.format, PlanarFormat) and weight.format.activations
     few = _few_rows(x) or (bool(rounds) and x.dtype.itemsize == 2)
@@ -184,15 +190,6 @@ def _few_rows(x: Array) -> bool:
     return x.shape[0] <= _MOST_ROWS and x.dtype.itemsize == 2
 
 
-def _in_order(x: Array, weight: QArray) -> tuple[Array, QArray]:
-    """Return the same operands without a `perm`: the codes stay in their order, and the activations
-    take it.
-    """
-    if weight.perm is None:
-        return x, weight
-    return jnp.take(x, weight.perm, axis=1), fused_linear.without_order(weight)
-
-
 def _check_e4m3(weight: QArray) -> None:
     """Raise NotImplementedError for E4M3 products on a GPU that has none: Triton would end the
     process.
@@ -212,8 +209,8 @@ def _rounded(x: Array, weight: QArray) -> tuple[Array, Array]:
     """Return codes and scales of the activations as the weight's format rounds them."""
     assert isinstance(weight.format, PlanarFormat)
     x = x.astype(jnp.float32)
-    if weight.format.activations.startswith("int8"):
-        return int8_activations(x, weight.act_scale)
+    if weight.format.activations.startswith("int"):
+        return integer_activations(x, weight.format.activations, weight.act_scale)
     block = 128 if weight.format.activations == "e4m3_128" else None
     return e4m3_activations(x, block, weight.act_scale)
 
@@ -391,7 +388,9 @@ def embed(
         from infer.native.embed import embed as rows_of
 
         rows = rows_of(weight, tokens.reshape(-1)).reshape(*tokens.shape, -1).astype(dtype)
-        return rows if weight.perm is None else jnp.take(rows, jnp.argsort(weight.perm), axis=-1)
+        if weight.perm is not None:
+            rows = jnp.take(rows, jnp.argsort(weight.perm), axis=-1)
+        return transform(rows, weight.rotated, back=True) if weight.rotated else rows
     if isinstance(weight, QArray):
         return take_rows(weight, tokens, dtype)
     return weight.at[tokens].get(mode="clip").astype(dtype)
@@ -422,8 +421,10 @@ def _native(
 
 
 def _takes_rows(weight: Packed) -> bool:
-    """Return whether a weight takes rows as they are: in order, rounded as the kernels do."""
-    return weight.perm is None and not weight.activations
+    """Return whether a weight takes rows as they are: in order, not turned, rounded as the kernels
+    do.
+    """
+    return weight.perm is None and not weight.rotated and not weight.activations
 
 
 def _native_own(
@@ -437,6 +438,10 @@ def _native_own(
     """Return the product of a weight that has its inputs in an order or a rounding of its own."""
     from infer.native.linear import linear as kernel
 
+    if weight.rotated:
+        if gain is not None:
+            x, gain = rms_norm(x, gain, eps, "xla"), None
+        x = turned(x, weight.rotated)
     if weight.perm is not None:  # the norm of a row does not depend on its order
         x = jnp.take(x, weight.perm, axis=1)
         gain = None if gain is None else jnp.take(gain, weight.perm)

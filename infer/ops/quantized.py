@@ -15,7 +15,6 @@ Source: LLM.int8() (arXiv 2208.07339); SmoothQuant (arXiv 2211.10438) for int8 w
 token; DeepSeek-V3, section 3.3 (arXiv 2412.19437) for blocks of 128.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -25,12 +24,15 @@ from jaxtyping import Float, Int8
 
 from infer.quant import codes
 from infer.quant.formats import PlanarFormat
-from infer.quant.qarray import QArray, dequantize_tile, scales
+from infer.quant.hadamard import transform
+from infer.quant.qarray import QArray, dequantize_tile, is_plain, scales, stored
 from infer.quant.rtn import quotient
 
 # Weights of one tile: 2 MB as float32.
 _TILE = 1 << 19
 OUTLIER = 6.0
+# Share of a token's largest magnitude that 4-bit activations reach.
+_INT4_CLIP = 0.9
 
 
 def quantized_product(x: Float[Array, "T I"], weight: QArray) -> Float[Array, "T O"]:
@@ -43,16 +45,31 @@ def quantized_product(x: Float[Array, "T I"], weight: QArray) -> Float[Array, "T
         x: activations.
         weight: packed [out, in].
     """
+    x, weight = in_basis(x, weight)
     format = weight.format
-    if weight.perm is not None:  # the codes stay in their order, and the activations take it
-        x, weight = jnp.take(x, weight.perm, axis=1), dataclasses.replace(weight, perm=None)
     if not isinstance(format, PlanarFormat) or not format.activations:
         return _tiled(weight, lambda w: _dot(x, w), x.dtype)
-    if format.activations in ("int8", "int8_static") and format.code == "int" and not format.group:
+    integers = format.activations in ("int8", "int8_static", "int4")
+    if integers and format.code == "int" and not format.group:
         return _integers(x.astype(jnp.float32), weight, format)
     rounded = round_activations(x.astype(jnp.float32), format.activations, weight.act_scale)
     rounded = rounded.astype(x.dtype)
     return _tiled(weight, lambda w: _dot(rounded, w), x.dtype)
+
+
+def in_basis(x: Float[Array, "T I"], weight: QArray) -> tuple[Float[Array, "T I"], QArray]:
+    """Return operands of the same product where the activations are in the order and turned as the
+    weight's codes are.
+    """
+    if is_plain(weight):
+        return x, weight
+    x = turned(x, weight.format.rotated)  # type: ignore[attr-defined]
+    return x if weight.perm is None else jnp.take(x, weight.perm, axis=1), stored(weight)
+
+
+def turned(x: Float[Array, "T I"], rotated: int) -> Float[Array, "T I"]:
+    """Return activations with each block of `rotated` inputs turned; 0 turns nothing."""
+    return transform(x, rotated) if rotated else x
 
 
 def round_activations(
@@ -69,8 +86,8 @@ def round_activations(
         outlier = jnp.abs(x) >= OUTLIER
         q, s = int8_activations(jnp.where(outlier, 0.0, x))
         return jnp.where(outlier, x, q.astype(jnp.float32) * s)
-    if how in ("int8", "int8_static"):
-        q, s = int8_activations(x, act_scale)
+    if how in ("int8", "int8_static", "int4"):
+        q, s = integer_activations(x, how, act_scale)
         return q.astype(jnp.float32) * s
     assert how in ("e4m3", "e4m3_static", "e4m3_128"), how
     q, s = e4m3_activations(x, 128 if how == "e4m3_128" else None, act_scale)
@@ -88,6 +105,21 @@ def int8_activations(
     else:
         s = jnp.broadcast_to(scale, (x.shape[0], 1))
     return jnp.clip(jnp.round(quotient(x, s)), -127, 127).astype(jnp.int8), s
+
+
+def integer_activations(
+    x: Float[Array, "T I"], how: str, act_scale: Array | None = None
+) -> tuple[Int8[Array, "T I"], Float[Array, "T 1"]]:
+    """Return codes and scales of activations, in the way of the format's `activations`.
+
+    4 bits have a scale a token of 0.9 of its largest magnitude, which clips the few that are
+    beyond: QuaRot (arXiv 2404.00456), section 4.
+    """
+    if how != "int4":
+        return int8_activations(x, act_scale)
+    s = quotient(jnp.abs(x).max(-1, keepdims=True) * np.float32(_INT4_CLIP), 7.0)
+    s = jnp.where(s == 0, jnp.float32(1), s)
+    return jnp.clip(jnp.round(quotient(x, s)), -8, 7).astype(jnp.int8), s
 
 
 def e4m3_activations(
@@ -134,7 +166,7 @@ def _tiled(
 
 def _integers(x: Float[Array, "T I"], weight: QArray, format: PlanarFormat) -> Array:
     """Return the products of int8 activations with integers, summed exactly in int32."""
-    q, s = int8_activations(x, weight.act_scale)
+    q, s = integer_activations(x, format.activations, weight.act_scale)
     # With fewer rows XLA's CPU product of int8 is many times slower.
     rows = q.shape[0]
     q = jnp.pad(q, ((0, max(0, 8 - rows)), (0, 0)))

@@ -9,6 +9,7 @@ frequencies, the cached ones too, so the length that counts is the planned one, 
 given with the positions, and one sequence keeps its span for life.
 """
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -167,7 +168,8 @@ def _rope_write_native(
 
         pools = k_pages.data, v_pages.data, k_pages.scale, v_pages.scale
         q, k, v, k_scale, v_scale = rope_write_quantized(*args, *pools)
-        return q, QuantizedPool(k, k_scale), QuantizedPool(v, v_scale)
+        put = lambda pool, data, scale: dataclasses.replace(pool, data=data, scale=scale)
+        return q, put(k_pages, k, k_scale), put(v_pages, v, v_scale)
     assert not isinstance(k_pages, QuantizedPool) and not isinstance(v_pages, QuantizedPool)
     return operation(*args, k_pages, v_pages)
 

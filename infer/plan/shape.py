@@ -7,15 +7,26 @@ from dataclasses import dataclass
 # of `kv_dtype`.
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "float8_e4m3": 8, "int4": 4}
 _SCALE_BYTES = {"int8": 4, "float8_e4m3": 4, "int4": 4}
+# int4_hadamard stores what int4 does.
+_BITS["int4_hadamard"], _SCALE_BYTES["int4_hadamard"] = _BITS["int4"], _SCALE_BYTES["int4"]
+# KIVI: a scale and a least number, 2 bytes each, for a channel of a page's keys and for 32 channels
+# of a value.
+_KIVI_BITS = {"kivi4": 4, "kivi2": 2}
+_KIVI_GROUP, _KIVI_BYTES = 32, 4
 
 
-def bytes_per_number(kv_dtype: str, head_dim: float) -> float:
+def bytes_per_number(kv_dtype: str, head_dim: float, page_size: int = 16) -> float:
     """Return the bytes of a cached number, bits / 8 + scale bytes / head_dim.
 
     Args:
         kv_dtype: what keys and values are cached in, a name that `generate` takes.
         head_dim: numbers of a head, which share a scale in a quantised cache.
+        page_size: tokens of a page, which share scales under KIVI; its floats of the page in
+            progress, 2 pages for each slot, are not counted.
     """
+    if kv_dtype in _KIVI_BITS:
+        across = _KIVI_GROUP if head_dim % _KIVI_GROUP == 0 else head_dim
+        return _KIVI_BITS[kv_dtype] / 8 + _KIVI_BYTES * (1 / page_size + 1 / across) / 2
     return _BITS[kv_dtype] / 8 + _SCALE_BYTES.get(kv_dtype, 0) / head_dim
 
 

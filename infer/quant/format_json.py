@@ -9,12 +9,13 @@ from typing import Any
 
 from infer.quant.blocks import FORMATS
 from infer.quant.formats import Format, PlanarFormat
+from infer.quant.paley import factor
 
 # Codes and the width that they have; integers have any of _INT_BITS.
 _CODE_BITS = {"e4m3": 8, "e5m2": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4, "nf4": 4, "fp4": 4}
 _INT_BITS = (2, 3, 4, 5, 6, 8)
 _SCALES = ("float32", "float16", "bfloat16", "e8m0", "e4m3", "nested")
-_ACTIVATIONS = ("", "int8", "e4m3", "int8_static", "e4m3_static", "e4m3_128", "outliers")
+_ACTIVATIONS = ("", "int8", "int4", "e4m3", "int8_static", "e4m3_static", "e4m3_128", "outliers")
 _MAX_NAME = 80
 _FIELDS = (
     "name",
@@ -27,6 +28,8 @@ _FIELDS = (
     "activations",
     "ordered",
 )
+# Fields that files leave out where they have this value, as those before they were there did.
+_OPTIONAL = {"rotated": 0}
 
 
 def to_json(format: Format) -> dict[str, Any]:
@@ -34,6 +37,9 @@ def to_json(format: Format) -> dict[str, Any]:
     if not isinstance(format, PlanarFormat):
         return {"layout": format.layout, "name": format.name}
     fields = {name: getattr(format, name) for name in _FIELDS}
+    for name, usual in _OPTIONAL.items():
+        if (value := getattr(format, name)) != usual:
+            fields[name] = value
     return {"layout": "planar", **fields}
 
 
@@ -52,10 +58,11 @@ def from_json(values: Any) -> Format:
         return FORMATS[name]
     if layout != "planar":
         raise ValueError(f"layout is {layout!r:.60}; known are 'blocks' and 'planar'")
+    values = {**_OPTIONAL, **values}
     problems = _problems(values)
     if problems:
         raise ValueError("; ".join(problems))
-    return PlanarFormat(**{field: values[field] for field in _FIELDS})
+    return PlanarFormat(**{field: values[field] for field in (*_FIELDS, *_OPTIONAL)})
 
 
 def fits(format: Format, shape: tuple[int, int]) -> list[str]:
@@ -66,16 +73,19 @@ def fits(format: Format, shape: tuple[int, int]) -> list[str]:
     if not isinstance(format, PlanarFormat):
         return []
     limits = (("group", format.group, shape[1]), ("rows", format.rows, shape[0]))
-    return [
+    problems = [
         f"{format.name} has {name} {value}, and the weight {size}"
         for name, value, size in limits
         if value > max(size, 128)
     ]
+    if format.rotated and shape[1] % format.rotated:
+        problems.append(f"{format.name} turns blocks of {format.rotated}, and rows of {shape[1]}")
+    return problems
 
 
 def _problems(values: Mapping[str, Any]) -> list[str]:
     found = []
-    if extra := sorted(map(str, set(values) - {"layout", *_FIELDS}))[:3]:
+    if extra := sorted(map(str, set(values) - {"layout", *_FIELDS, *_OPTIONAL}))[:3]:
         found.append(f"a planar format has no {', '.join(map(repr, extra))}")
     if missing := [name for name in _FIELDS if name not in values]:
         return [*found, f"a planar format needs {', '.join(missing)}"]
@@ -89,9 +99,9 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
         found.append(f"code is {code!r:.40}; known are int, {', '.join(_CODE_BITS)}")
     elif type(bits) is not int or bits != _CODE_BITS[code]:
         found.append(f"bits is {bits!r:.40}, and {code} has {_CODE_BITS[code]}")
-    for key in ("group", "rows"):
+    for key, zero in (("group", "all"), ("rows", "all"), ("rotated", "none")):
         if type(values[key]) is not int or values[key] < 0:
-            found.append(f"{key} is {values[key]!r:.40}, must be a count, 0 for all")
+            found.append(f"{key} is {values[key]!r:.40}, must be a count, 0 for {zero}")
     if type(values["symmetric"]) is not bool:
         found.append(f"symmetric is {values['symmetric']!r:.40}, must be true or false")
     elif not values["symmetric"] and code != "int":
@@ -101,10 +111,15 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     for key, known in (("scale_dtype", _SCALES), ("activations", _ACTIVATIONS)):
         if not isinstance(values[key], str) or values[key] not in known:
             found.append(f"{key} is {values[key]!r:.40}; known are {', '.join(map(repr, known))}")
+    if type(values["rotated"]) is int and values["rotated"] > 0:
+        try:
+            factor(values["rotated"])
+        except ValueError as error:
+            found.append(f"rotated is {values['rotated']:.3g}: {error}")
     return found
 
 
-assert set(_FIELDS) == {f.name for f in dataclasses.fields(PlanarFormat)} - {
+assert set(_FIELDS) | set(_OPTIONAL) == {f.name for f in dataclasses.fields(PlanarFormat)} - {
     "block_bytes",
     "layout",
 }

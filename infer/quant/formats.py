@@ -61,8 +61,11 @@ class PlanarFormat(Format):
             (beside one float32 for the whole matrix); "nested" (bytes under scales of their own).
         activations: what the product does to its input: "" nothing; "int8" or "e4m3": one scale a
             token; "int8_static" or "e4m3_static": one stored scale; "e4m3_128": one a token and 128
-            inputs; "outliers": int8, with what is 6 and more left as it is (LLM.int8()).
+            inputs; "outliers": int8, with what is 6 and more left as it is (LLM.int8());
+            "int4": one scale a token, of 0.9 of its largest magnitude.
         ordered: the columns stand in an order of their own, the weight's `perm`.
+        rotated: inputs that a Hadamard matrix turns together (`infer.quant.hadamard`), 0 for none:
+            the codes are those of the turned columns, and the product turns its input.
     """
 
     block_bytes: int = 0
@@ -73,6 +76,7 @@ class PlanarFormat(Format):
     scale_dtype: str = "float16"
     activations: str = ""
     ordered: bool = False
+    rotated: int = 0
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the shape of the scales of a weight (out, in)."""

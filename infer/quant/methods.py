@@ -8,12 +8,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
 from infer.errors import ConfigError
 from infer.quant import rtn
 from infer.quant.formats import PlanarFormat
+from infer.quant.hadamard import transform
+from infer.quant.paley import factor
 from infer.quant.qarray import QArray
 
 # Weights along the input that share a scale, or "channel" (a scale an output row), or "tensor".
@@ -42,6 +45,51 @@ class Method:
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise ConfigError(f"{name} is {value!r:.60}; use {', '.join(map(repr, allowed))}")
+
+
+# Inputs that a Hadamard matrix turns together: a number, or "full" for the whole row.
+Hadamard = int | Literal["full"] | None
+
+
+def _check_hadamard(hadamard: Hadamard) -> None:
+    whole = isinstance(hadamard, str) and hadamard == "full"
+    if hadamard is not None and not whole and not (type(hadamard) is int and hadamard > 1):
+        raise ConfigError(
+            f"hadamard is {hadamard!r:.60}; use None, 'full', or the number of inputs of a block"
+        )
+    if type(hadamard) is int:
+        try:
+            factor(hadamard)
+        except ValueError as error:
+            raise ConfigError(f"hadamard is {hadamard}: {error}") from None
+
+
+def _with_hadamard(
+    format: PlanarFormat, hadamard: Hadamard, shape: tuple[int, int]
+) -> PlanarFormat:
+    """Return the format of a weight of this shape whose inputs are turned.
+
+    Raises:
+        ConfigError: the blocks do not divide the width, or there is no matrix for it.
+    """
+    if hadamard is None:
+        return format
+    size = shape[1] if isinstance(hadamard, str) else hadamard
+    if shape[1] % size:
+        raise ConfigError(
+            f"hadamard {size} does not divide the width {shape[1]} of a weight {list(shape)}; use"
+            f" {shape[1] & -shape[1]}, or leave this weight out in a recipe"
+        )
+    try:
+        factor(size)
+    except ValueError as error:
+        raise ConfigError(f"a weight {list(shape)}: {error}") from None
+    return dataclasses.replace(format, name=f"{format.name}-H{size}", rotated=size)
+
+
+def _turned(w: Float[Array, "O I"], format: PlanarFormat) -> Float[Array, "O I"]:
+    """Return the weight for turned inputs, which is what is rounded."""
+    return transform(w.astype(jnp.float32), format.rotated) if format.rotated else w
 
 
 def _share(name: str, value: object, low: float, high: float) -> None:
@@ -86,7 +134,9 @@ class RTN(Method):
         symmetric: without a zero point.
         convention: of symmetric scales, see `rtn.CONVENTIONS`.
         scale_dtype: in which scales are stored.
-        activations: None, or "int8": rounded too, a scale a token.
+        activations: None, or rounded too, a scale a token: "int8", "int4".
+        hadamard: inputs that the product turns together by a Hadamard matrix, and the weight is
+            rounded for those: a number, or "full" (QuaRot's R4, of `down`).
     """
 
     bits: int = 4
@@ -95,14 +145,16 @@ class RTN(Method):
     convention: str = "full"
     scale_dtype: str = "float16"
     activations: str | None = None
+    hadamard: Hadamard = None
 
     def __post_init__(self) -> None:
+        _check_hadamard(self.hadamard)
         _one_of("bits", self.bits, (8, 6, 5, 4, 3, 2))
         _one_of("symmetric", self.symmetric, (True, False))
         _check_group(self.group_size)
         _one_of("convention", self.convention, tuple(rtn.CONVENTIONS))
         _one_of("scale_dtype", self.scale_dtype, ("float16", "bfloat16", "float32"))
-        _one_of("activations", self.activations, (None, "int8"))
+        _one_of("activations", self.activations, (None, "int8", "int4"))
         if not self.symmetric and self.convention != "full":
             raise ConfigError(
                 f"convention is {self.convention!r} and symmetric is False; a convention is of"
@@ -112,13 +164,15 @@ class RTN(Method):
     def format_for(self, shape: tuple[int, int]) -> PlanarFormat:
         """See `Method`."""
         group, rows = _grid(self.group_size, shape)
-        return rtn.int_format(
+        format = rtn.int_format(
             self.bits, group, rows, self.symmetric, self.scale_dtype, self.activations or ""
         )
+        return _with_hadamard(format, self.hadamard, shape)
 
     def pack(self, w: Float[Array, "O I"]) -> QArray:
         """See `Method`."""
-        return rtn.quantize_int(w, self.format_for((w.shape[0], w.shape[1])), self.convention)
+        format = self.format_for((w.shape[0], w.shape[1]))
+        return rtn.quantize_int(_turned(w, format), format, self.convention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,14 +280,17 @@ class MX(Method):
     Args:
         code: "e2m1" (MXFP4), "e2m3" or "e3m2" (MXFP6), "e4m3" or "e5m2" (MXFP8).
         scale_rule: how the power follows from the largest magnitude, see `rtn.e8m0_scale`.
+        hadamard: as of RTN; the blocks' own 32 are usual.
 
     Source: OCP Microscaling Formats 1.0; arXiv 2310.10537.
     """
 
     code: str = "e2m1"
     scale_rule: str = "floor"
+    hadamard: Hadamard = None
 
     def __post_init__(self) -> None:
+        _check_hadamard(self.hadamard)
         _one_of("code", self.code, ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2"))
         _one_of("scale_rule", self.scale_rule, rtn.E8M0_RULES)
 
@@ -241,25 +298,37 @@ class MX(Method):
         """See `Method`."""
         _grid(32, shape)
         names = {"e2m1": "MXFP4", "e2m3": "MXFP6-E2M3", "e3m2": "MXFP6-E3M2"}
-        return rtn.FORMATS[names.get(self.code, f"MXFP8-{self.code.upper()}")]
+        format = rtn.FORMATS[names.get(self.code, f"MXFP8-{self.code.upper()}")]
+        return _with_hadamard(format, self.hadamard, shape)
 
     def pack(self, w: Float[Array, "O I"]) -> QArray:
         """See `Method`."""
-        return rtn.quantize_mx(w, self.format_for((w.shape[0], w.shape[1])), self.scale_rule)
+        format = self.format_for((w.shape[0], w.shape[1]))
+        return rtn.quantize_mx(_turned(w, format), format, self.scale_rule)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4(Method):
-    """E2M1 under an E4M3 scale for 16 and a float32 for the matrix (NVIDIA's FP4)."""
+    """E2M1 under an E4M3 scale for 16 and a float32 for the matrix (NVIDIA's FP4).
+
+    Args:
+        hadamard: as of RTN.
+    """
+
+    hadamard: Hadamard = None
+
+    def __post_init__(self) -> None:
+        _check_hadamard(self.hadamard)
 
     def format_for(self, shape: tuple[int, int]) -> PlanarFormat:
         """See `Method`."""
         _grid(16, shape)
-        return rtn.FORMATS["NVFP4"]
+        return _with_hadamard(rtn.FORMATS["NVFP4"], self.hadamard, shape)
 
     def pack(self, w: Float[Array, "O I"]) -> QArray:
         """See `Method`."""
-        return rtn.quantize_nvfp4(w, self.format_for((w.shape[0], w.shape[1])))
+        format = self.format_for((w.shape[0], w.shape[1]))
+        return rtn.quantize_nvfp4(_turned(w, format), format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +391,11 @@ class AWQ(RTN):
         super().__post_init__()
         _one_of("clip", self.clip, (True, False))
         _one_of("rounding", self.rounding, ("rtn", "gptq"))
+        if self.hadamard is not None:
+            raise ConfigError(
+                f"hadamard is {self.hadamard!r:.40}, and AWQ scales inputs that stand apart, which"
+                " turning mixes; use RTN or GPTQ, or leave it out"
+            )
         _share("damping", self.damping, 1e-15, 1)
         if self.rounding == "rtn" and self.damping != 0.01:
             raise ConfigError(
@@ -358,6 +432,11 @@ class SmoothQuant(Method):
             raise ConfigError(
                 "weights of SmoothQuant has activations of its own; leave them out, `static` says"
                 " how activations are rounded"
+            )
+        if self.weights.hadamard is not None:
+            raise ConfigError(
+                f"weights of SmoothQuant has hadamard {self.weights.hadamard!r:.40}, and"
+                " SmoothQuant scales inputs that stand apart, which turning mixes; leave it out"
             )
 
     def format_for(self, shape: tuple[int, int]) -> PlanarFormat:

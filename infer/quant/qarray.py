@@ -18,6 +18,7 @@ from infer.pytree import Leaf, pytree_dataclass, static
 from infer.quant import codes
 from infer.quant.blocks import decode_blocks
 from infer.quant.formats import NESTED_GROUP, Format, PlanarFormat
+from infer.quant.hadamard import transform
 
 
 @pytree_dataclass
@@ -132,6 +133,8 @@ def _planar_problems(q: QArray, format: PlanarFormat) -> list[str]:
     shape = tuple(q.shape)
     if len(shape) != 2 or min(shape) < 1:
         return ["a QArray is a matrix (out, in) of at least one weight"]
+    if format.rotated and shape[1] % format.rotated:
+        return [f"blocks of {format.rotated} inputs are turned, which do not divide {shape[1]}"]
     grid = format.grid(shape)
     stored = {"e8m0": "uint8", "e4m3": "uint8"}.get(format.scale_dtype, format.scale_dtype)
     want: dict[str, tuple[Any, str, tuple[int, ...]] | None] = {
@@ -249,6 +252,26 @@ def permute_rows(q: QArray, order: Int[np.ndarray, " O"]) -> QArray:
     return dataclasses.replace(q, data=q.data[order])
 
 
+def stored(q: QArray) -> QArray:
+    """Return the weight whose columns are those that the codes of `q` stand for: not put in order,
+    not turned back (`infer.ops.quantized.in_basis` has the activations for it).
+    """
+    if is_plain(q):
+        return q
+    format = dataclasses.replace(q.format, ordered=False, rotated=0)  # type: ignore[call-arg]
+    return dataclasses.replace(q, perm=None, format=format)
+
+
+def is_plain(q: QArray) -> bool:
+    """Return whether the codes stand for the weight's own columns, in order and not turned."""
+    return q.perm is None and not is_turned(q)
+
+
+def is_turned(q: QArray) -> bool:
+    """Return whether the codes stand for columns that a Hadamard matrix has turned."""
+    return isinstance(q.format, PlanarFormat) and bool(q.format.rotated)
+
+
 def scales(q: QArray) -> Float[Array, "R Q"]:
     """Return the scales of a planar weight as float32, those of its scales multiplied in."""
     return _scales(q, slice(None))
@@ -289,12 +312,12 @@ def power_of_two(e8m0: Array) -> Float[Array, "*B"]:
 
 def _decode_planar(q: QArray, data: Array, format: PlanarFormat, rows: Array | None) -> Array:
     """Decode codes [..., row_bytes], which are the rows `rows` [...] of `q` (None: all, in order),
-    into float32 [..., in], the columns in the weight's own order.
+    into float32 [..., in], the columns as the weight has them: in order, turned back.
     """
     w = _planar_values(q, data, format, rows)
     if q.perm is not None:
         w = jnp.take(w, jnp.argsort(jnp.asarray(q.perm)), axis=-1)
-    return w
+    return transform(w, format.rotated, back=True) if format.rotated else w
 
 
 def _planar_values(q: QArray, data: Array, format: PlanarFormat, rows: Array | None) -> Array:

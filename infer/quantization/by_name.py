@@ -38,6 +38,7 @@ class Named:
 
 
 _INTEGERS = ("bits", "group_size", "symmetric", "convention", "scale_dtype", "activations")
+_TURNED = (*_INTEGERS, "hadamard")
 _DEFAULT_GROUPS = (128, 64, 32)
 _FLAGS = ("symmetric", "act_order", "static_groups", "clip", "double", "static")
 _NUMBERS = ("damping", "alpha")
@@ -66,8 +67,8 @@ def _smoothquant(*, rounding: str = "rtn", **options: Any) -> SmoothQuant:
 
 
 METHODS: dict[str, Named] = {
-    "rtn": Named(RTN, _INTEGERS),
-    "gptq": Named(GPTQ, (*_INTEGERS, "damping", "act_order", "static_groups")),
+    "rtn": Named(RTN, _TURNED),
+    "gptq": Named(GPTQ, (*_TURNED, "damping", "act_order", "static_groups")),
     "awq": Named(AWQ, (*_INTEGERS, "clip", "rounding", "damping")),
     "smoothquant": Named(
         _smoothquant,
@@ -80,10 +81,10 @@ METHODS: dict[str, Named] = {
     "fp8": Named(FP8, ("code", "granularity", "activations")),
     "nf4": Named(NF4, ("group_size", "double"), {"levels": "nf4"}),
     "fp4": Named(NF4, ("group_size", "double"), {"levels": "fp4"}),
-    "mxfp4": Named(MX, ("scale_rule",), {"code": "e2m1"}),
-    "mxfp6": Named(MX, ("code", "scale_rule"), {"code": "e2m3"}),
-    "mxfp8": Named(MX, ("code", "scale_rule"), {"code": "e4m3"}),
-    "nvfp4": Named(NVFP4, ()),
+    "mxfp4": Named(MX, ("scale_rule", "hadamard"), {"code": "e2m1"}),
+    "mxfp6": Named(MX, ("code", "scale_rule", "hadamard"), {"code": "e2m3"}),
+    "mxfp8": Named(MX, ("code", "scale_rule", "hadamard"), {"code": "e4m3"}),
+    "nvfp4": Named(NVFP4, ("hadamard",)),
 }
 # The codes of a method that takes one.
 _CODES = {"mxfp6": ("e2m3", "e3m2"), "mxfp8": ("e4m3", "e5m2")}
@@ -123,6 +124,8 @@ def method_of(name: str, options: Mapping[str, Any], widths: Iterable[int] = ())
                 f"group_size is {value!r:.40}; use a number of weights (8 or more), 'channel' or"
                 " 'tensor'"
             )
+        if key == "hadamard" and type(value) is not int and value != "full":
+            raise ConfigError(f"hadamard is {value!r:.40}; use a number of inputs, or 'full'")
         if key in _WORDS and not isinstance(value, str):
             raise ConfigError(f"{key} is {value!r:.40}; use a word in quotes")
         if key in _NUMBERS and type(value) not in (int, float):

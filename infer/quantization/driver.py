@@ -24,11 +24,13 @@ from infer.native.repack import Packed
 from infer.quant import codes, rtn
 from infer.quant.formats import PlanarFormat
 from infer.quant.gptq import gptq
+from infer.quant.hadamard import transform
 from infer.quant.methods import AWQ, GPTQ, RTN, Method, SmoothQuant
 from infer.quant.qarray import QArray, dequantize, scales
-from infer.quantization import awq, scaling
+from infer.quantization import awq, rotation, scaling
 from infer.quantization.observe import Seen, observe_all, run
 from infer.quantization.recipe import MATRICES, Recipe, matrices, readers, scaled_inputs
+from infer.quantization.rotation import Rotations
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ def quantize(
     method: Method | Mapping[str, Method | None] | Recipe,
     calibration: Any = None,
     *,
+    rotations: Rotations | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Params:
     """Return `params` with matrices quantised; nothing of `params` changes.
@@ -55,17 +58,22 @@ def quantize(
         method: for all matrices of all layers, or a recipe of patterns (`Recipe`).
         calibration: token ids [N, S], sequences of text that is like what the model will be used
             for; needed by GPTQ, AWQ and SmoothQuant.
+        rotations: turn the model before it is rounded, see `infer.quantization.rotation`; what has
+            no method is turned as well, and floats.
         progress: called with (layers done, layers in all).
 
     Raises:
         ConfigError: a pattern that matches nothing, a group that does not divide a weight, weights
             that are not finite or cannot be decoded, too little calibration text, a Hessian that
-            stays singular.
+            stays singular, rotations that this model cannot have.
     """
     if not isinstance(params, Params):
         raise ConfigError(f"params is a {type(params).__name__}; pass model.params")
-    config = params.config
     _check_decodable(params)
+    if rotations is not None:
+        rotations = rotation.checked(params.config, rotations)
+        params = rotation.rotated_ends(params, rotations)
+    config = params.config
     methods = Recipe.of(method).methods(_shapes(params))
     calibrated = any(m.calibrated for m in methods.values())
     scaled = [scaled_inputs(config, methods, i) for i in range(config.num_layers)]
@@ -89,6 +97,8 @@ def quantize(
     layers = []
     for i, (layer, weights) in enumerate(zip(config.layers, params.layers, strict=True)):
         mine = {m: methods[f"layers.{i}.{m}"] for m in MATRICES if f"layers.{i}.{m}" in methods}
+        if rotations is not None:
+            weights = _rotated(config, rotations, i, weights, params.dtype, mine)
         if mine:
             turn = turns.get(layer.rope)
             floats = _floats(weights, f"layers.{i}", mine)
@@ -260,6 +270,21 @@ def _floats(weights: LayerParams, path: str, methods: Mapping[str, Method]) -> L
     return dataclasses.replace(weights, **{name: of(name) for name in there})
 
 
+def _rotated(
+    config: ModelConfig,
+    rotations: Rotations,
+    index: int,
+    weights: LayerParams,
+    dtype: jnp.dtype,
+    methods: Mapping[str, Method],
+) -> LayerParams:
+    """Return a layer turned; what has no method in the dtype that it will be kept in."""
+    path = f"layers.{index}"
+    w = rotation.rotated_layer(config, rotations, index, rotation.floats(weights, path))
+    stay = [m for m in MATRICES if m not in methods and getattr(w, m) is not None]
+    return dataclasses.replace(w, **{m: getattr(w, m).astype(dtype) for m in stay})
+
+
 # ---- A layer ------------------------------------------------------------------------------------
 
 
@@ -354,13 +379,16 @@ def _round(method: Method, path: str, matrix: str, w: Array, seen: Seen | None) 
 def _gptq(method: GPTQ | AWQ, path: str, w: Array, seen: Seen, clip: Array | float = 1.0) -> QArray:
     """Return one matrix with codes by GPTQ; those of AWQ under the scales of its search."""
     gram = seen.gram * (2 / seen.count)
+    format = method.format_for((w.shape[0], w.shape[1]))
+    if format.rotated:
+        w, gram = _turned(w, gram, format.rotated)
     ours = isinstance(method, AWQ)
     for factor in _DAMPINGS:
         packed, ok = gptq(
             w,
             gram,
             jnp.float32(method.damping * factor),
-            format=method.format_for((w.shape[0], w.shape[1])),
+            format=format,
             convention=method.convention,
             act_order=ours or method.act_order,
             static_groups=ours or method.static_groups,
@@ -377,6 +405,12 @@ def _gptq(method: GPTQ | AWQ, path: str, w: Array, seen: Seen, clip: Array | flo
         f"{path}: the Hessian stays singular with damping {method.damping * _DAMPINGS[-1]:g}; give"
         " more, or more varied, calibration text, or a larger damping"
     )
+
+
+@functools.partial(jax.jit, static_argnames=("size",))
+def _turned(w: Array, gram: Array, size: int) -> tuple[Array, Array]:
+    """Return a weight and the sum of x x^T for turned inputs."""
+    return transform(w, size), transform(transform(gram, size).T, size)
 
 
 @functools.partial(jax.jit, static_argnames=("method",))

@@ -17,7 +17,14 @@ MLA = AttentionShape(latent_dim=512, rope_dim=64)
 @pytest.mark.parametrize("config", [llama_config(), llama_config(num_kv_heads=4), gemma3_config()])
 @pytest.mark.parametrize(
     ("dtype", "head_bytes"),
-    [("float32", 32), ("bfloat16", 16), ("int8", 12), ("float8_e4m3", 12), ("int4", 8)],
+    [
+        ("float32", 32),
+        ("bfloat16", 16),
+        ("int8", 12),
+        ("float8_e4m3", 12),
+        ("int4", 8),
+        ("int4_hadamard", 8),
+    ],
 )
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_cache_bytes_match_formula(config, dtype, head_bytes, page_size) -> None:

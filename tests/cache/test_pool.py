@@ -9,16 +9,21 @@ import numpy as np
 import pytest
 
 from infer.cache import paged
+from infer.cache.layout import pool_bytes
 from infer.cache.pool import (
     KV_DTYPES,
+    GroupedPool,
     QuantizedPool,
     create_pool,
+    create_pools,
     dtype_of,
     kv_dtype_name,
     read_pages,
+    write_whole_pages,
 )
 from infer.errors import ConfigError
-from infer.quant.kv import KV_FORMATS
+from infer.quant.hadamard import transform
+from infer.quant.kv import KV_FORMATS, dequantize_kv, quantize_kv
 from tests.cases.kv import definition, heads, numbers
 from tests.models.tiny import llama_config
 
@@ -27,9 +32,9 @@ pytestmark = pytest.mark.kernels
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_an_empty_pool_reads_as_zeros(dtype: str) -> None:
-    pool = create_pool((3, 2, 4, 6), dtype)
-    assert pool.shape == (3, 2, 4, 6) and dtype_of(pool) == dtype
-    np.testing.assert_array_equal(read_pages(pool, jnp.asarray([[2, 9]], jnp.int32)), 0)
+    for pool in create_pools((3, 2, 4, 8), dtype):
+        assert pool.shape == (3, 2, 4, 8) and dtype_of(pool) == dtype
+        np.testing.assert_array_equal(read_pages(pool, jnp.asarray([[2, 9]], jnp.int32)), 0)
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
@@ -107,3 +112,43 @@ def test_heads_of_an_odd_width_have_no_int4() -> None:
     with pytest.raises(ConfigError, match="even head width, not 7; use int8"):
         create_pool((3, 2, 4, 7), "int4")
     assert isinstance(create_pool((3, 2, 4, 7), "int8"), QuantizedPool)
+
+
+def test_turned_heads_are_int4_and_say_so() -> None:
+    pool = create_pool((3, 2, 4, 20), "int4_hadamard")
+    assert isinstance(pool, QuantizedPool) and pool.turned and pool.data.shape == (3, 2, 4, 10)
+    assert dtype_of(pool) == pool.kv_dtype == "int4_hadamard" and pool.shape == (3, 2, 4, 20)
+    assert dtype_of(jax.tree.map(lambda x: x, pool)) == "int4_hadamard"
+    with pytest.raises(ConfigError, match="no Hadamard matrix of 18 rows is known here"):
+        create_pool((3, 2, 4, 18), "int4_hadamard")
+
+
+def test_a_wide_channel_costs_less_where_heads_are_turned() -> None:
+    x = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+    x[:, 5] *= 30
+    read = lambda x: dequantize_kv(*quantize_kv(x, "int4"))
+    error = lambda y: float(np.abs(np.asarray(y) - x).mean())
+    back = transform(read(transform(jnp.asarray(x), 64)), 64, back=True)
+    assert error(back) < 0.5 * error(read(jnp.asarray(x)))
+
+
+def test_pages_that_are_quantised_as_a_whole() -> None:
+    keys, values = create_pools((3, 2, 16, 64), "kivi2")
+    assert isinstance(keys, GroupedPool) and isinstance(values, GroupedPool)
+    assert keys.data.shape == values.data.shape == (3, 2, 16, 16)
+    assert (keys.scale.shape, values.scale.shape) == ((3, 2, 1, 64), (3, 2, 16, 2))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 2, 16, 64)), jnp.float32)
+    written = write_whole_pages(keys, x, jnp.asarray([2, 3], jnp.int32))  # 3 is no page
+    read = np.asarray(read_pages(written, jnp.arange(3, dtype=jnp.int32)))
+    assert not read[:2].any() and np.abs(read[2] - np.asarray(x[0])).max() < 1
+    with pytest.raises(ConfigError, match="heads of 12 numbers fill no whole bytes"):
+        create_pools((3, 2, 4, 12), "kivi4")
+
+
+@pytest.mark.parametrize("kv_dtype", ["kivi2", "kivi4"])
+def test_bytes_of_whole_pages_are_those_of_the_plan(kv_dtype: str) -> None:
+    config = llama_config(head_dim=64)
+    for size in (16, 32):
+        pools = create_pools((5, config.num_kv_heads, size, 64), kv_dtype)
+        have = config.num_layers * sum(leaf.nbytes for leaf in jax.tree.leaves(pools))
+        assert pool_bytes(config, 5, size, kv_dtype) == have

@@ -16,6 +16,7 @@ import infer
 from infer import fingerprint, quant
 from infer.cli import loading
 from infer.cli.main import main
+from infer.models import decoder
 from infer.quant.qarray import QArray
 from infer.weights.safetensors import SafetensorsFile
 from tests.cli.conftest import Terminal
@@ -115,6 +116,30 @@ def test_a_calibrated_method_from_text_to_folder(
     assert "is not empty; name a new folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["quarot", "spinquant", "values"])
+def test_a_turned_model_from_text_to_folder(
+    kind: str, source: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "m"
+    asked = ["--method", "rtn", "--bits", "8", "--group-size", "16", "--rotation", kind]
+    if kind == "spinquant":
+        asked += ["--rotation-steps", "2", "--calibration", str(text), "--seq-len", "32"]
+    assert main(["quantize", str(source), *asked, "--out", str(out), "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["rotation"] == kind
+    assert sorted(found["packed"]) == ["INT8-G16", "INT8-G16-H48"]
+    if kind == "spinquant":
+        assert "a token's loss was" in printed.err
+        assert found["calibration"]["method"] == "SpinQuant"
+    loaded, want = infer.load(out), infer.load(source)
+    assert loaded.params.config.tied_embeddings == (kind == "values")
+    ids = jnp.asarray([[3, 14, 15, 92, 65, 35]], jnp.int32)
+    have, want = (np.asarray(decoder.forward(m.params, ids)) for m in (loaded, want))
+    real = np.isfinite(want)
+    assert np.abs(have - want)[real].max() < 0.05 * np.abs(want[real]).max()
+
+
 def _leaves(params: Any) -> list[Any]:
     import jax
 
@@ -159,9 +184,13 @@ def test_a_recipe_for_people(
         (["--method", "rtn", "--asymmetric", "--convention", "full"], "this has zero points"),
         (["--method", "rtn", "--group-size", "some"], "group_size is 'some'; use a number"),
         (["--method", "gptq"], "GPTQ needs calibration text"),
-        (["--method", "rtn", "--calibration", "f"], "--calibration is for gptq, awq and"),
+        (["--method", "rtn", "--calibration", "f"], "--calibration is for gptq, awq, smoothq"),
         (["--method", "rtn", "--seq-len", "64"], "--seq-len is for a calibration text"),
         (["--method", "awq", "--calibration", "absent.txt"], "absent.txt"),
+        (["--method", "rtn", "--rotation", "r5"], "--rotation is 'r5'; use quarot, spinquant"),
+        (["--method", "rtn", "--rotation-steps", "9"], "--rotation-steps is for --rotation spinq"),
+        (["--method", "rtn", "--rotation", "spinquant"], "SpinQuant needs calibration text"),
+        (["--method", "rtn", "--hadamard", "half"], "hadamard is 'half'; use a number"),
     ],
 )
 def test_what_is_refused_before_anything_is_loaded(

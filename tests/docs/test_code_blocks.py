@@ -24,7 +24,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> infer.Model:
     [
         ("README.md", 1),
         ("docs/generate-inside-jit.md", 9),
-        ("docs/quantisation.md", 1),
+        ("docs/quantisation.md", 2),
         ("docs/evaluation.md", 1),
         ("docs/speculation.md", 4),
     ],

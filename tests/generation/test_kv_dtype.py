@@ -1,6 +1,7 @@
 """Keys and values cached in another dtype than the activations'."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from infer.errors import ConfigError, RequestError
 from infer.generation import host
 from infer.generation.prepare import RunOptions
 from infer.models.params import random_params
+from infer.ops.rope import apply_rope, rope_table
+from infer.quant.hadamard import transform
 from infer.quant.kv import KV_FORMATS
+from infer.spec import NGram
 from tests.generation.test_generate import Letters
 from tests.models import tiny
 
@@ -108,7 +112,9 @@ def test_every_implementation_says_what_it_ran(kv_dtype: str, implementation: st
         assert (ran["paged_attention"], ran["rope_write"]) == (of, of)
 
 
-@pytest.mark.parametrize(("kv_dtype", "atol"), [("int8", 0.02), ("fp8", 0.15), ("int4", 0.4)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "atol"), [("int8", 0.02), ("fp8", 0.15), ("int4", 0.4), ("int4_hadamard", 0.4)]
+)
 def test_quantised_logprobs_move_by_the_rounding_alone(kv_dtype: str, atol: float) -> None:
     prompts = [np.random.default_rng(i).integers(3, 90, 40).tolist() for i in range(3)]
     first = dataclasses.replace(_GREEDY, max_tokens=1)
@@ -118,7 +124,7 @@ def test_quantised_logprobs_move_by_the_rounding_alone(kv_dtype: str, atol: floa
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("kv_dtype", KV_FORMATS)
+@pytest.mark.parametrize("kv_dtype", [*KV_FORMATS, "int4_hadamard"])
 def test_chunks_slots_and_shared_prefixes_do_not_change_a_bit(kv_dtype: str) -> None:
     """Refill, forks of one prompt, common beginnings and chunks; natively all bits are equal."""
     if not native.by_default():
@@ -222,3 +228,95 @@ def test_odd_heads_have_no_int4() -> None:
     params = random_params(tiny.llama_config(head_dim=7, layers=layers), seed=0)
     with pytest.raises(ConfigError, match="even head width, not 7"):
         infer.generate(params, _PROMPTS, sampling=_GREEDY, kv_dtype="int4")
+
+
+def test_turned_heads_without_rounding_are_the_same_heads() -> None:
+    """Scores and sums of values are those of heads that are not turned, rotary or not."""
+    from infer.models import paged_forward
+
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((3, 2, 20)), jnp.float32) for _ in range(3))
+    turn = rope_table(RopeConfig(), 20, jnp.arange(3, dtype=jnp.int32))
+    for each in (turn, None):
+        a, b = (q, k) if each is None else (apply_rope(q, *each), apply_rope(k, *each))
+        tq, tk, tv, left = paged_forward._turned(q, k, v, each)
+        assert left is None
+        np.testing.assert_allclose((tq * tk).sum(-1), (a * b).sum(-1), atol=2e-5)
+        np.testing.assert_allclose(transform(tv, 20, back=True), v, atol=2e-6)
+
+
+# ---- KIVI: pages that are quantised as a whole ---------------------------------------------------
+
+_LONG = [np.random.default_rng(i).integers(3, 90, n).tolist() for i, n in enumerate((37, 5, 24, 9))]
+
+
+@functools.cache
+def _kivi(**options: Any) -> infer.generation.result.GenerationResult:
+    sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=14, ignore_eos=True)
+    more = {"kv_dtype": "kivi4", "page_size": 8, "prefill_chunk": 8} | options
+    return infer.generate(tiny.llama(), _LONG, sampling=sampling, **more)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(prefill_chunk=64),
+        dict(prefill_chunk=2),  # a page all the same
+        dict(num_slots=2),
+        dict(draft=NGram(k=3), draft_rule="coupled"),
+    ],
+)
+def test_kivi_depends_on_no_chunk_slot_or_draft(options: dict[str, Any]) -> None:
+    if "draft" in options:
+        options = {"draft": NGram(k=3, rule=options["draft_rule"], adaptive=False)}
+    want, have = _kivi(), _kivi(**options)
+    np.testing.assert_array_equal(have.tokens, want.tokens)
+    np.testing.assert_allclose(have.logprobs, want.logprobs, atol=1e-4)
+    if "draft" in options:
+        assert have.stats["accepted"] < have.stats["drafted"]  # some were taken back
+
+
+def test_kivi_shares_full_pages_and_whole_prompts_that_end_with_one() -> None:
+    begin = np.random.default_rng(9).integers(3, 90, 16).tolist()
+    sampling = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=10, ignore_eos=True)
+    prompts = [[*begin, 5, 6, 7], begin, [*begin, 5, 6, 7], [*begin, 8]]
+    run = lambda **more: infer.generate(
+        tiny.llama(),
+        prompts,
+        sampling=sampling,
+        kv_dtype="kivi2",
+        page_size=8,
+        prefill_chunk=8,
+        **more,
+    )
+    shared, apart = run(), run(share_prefixes=False)
+    np.testing.assert_array_equal(shared.tokens, apart.tokens)
+    np.testing.assert_allclose(shared.logprobs, apart.logprobs, atol=1e-4)
+    # A page of `begin` for the first row of it, whose last token goes through the layers; two pages
+    # for all other rows but the first.
+    assert shared.stats["shared_tokens"] == 8 + 6 * 16 and shared.stats["pages_copied"] == 0
+
+
+def test_kivi_in_beams_and_scores() -> None:
+    """A beam that goes on from another has its tokens of the page in progress."""
+    params, prompts = tiny.llama(), _LONG[:2]
+    of = lambda kv, size: infer.beam_search(
+        params, prompts, num_beams=3, max_tokens=20, kv_dtype=kv, page_size=size
+    )
+    # With pages longer than any sequence, nothing is ever quantised.
+    exact, whole = of(None, 16), of("kivi2", 64)
+    np.testing.assert_allclose(
+        [s for each in whole.scores for s in each],
+        [s for each in exact.scores for s in each],
+        atol=1e-5,
+    )
+    assert all(len(each) == 20 for each in of("kivi4", 8).token_ids[0])
+    score = lambda **more: infer.score(params, jnp.asarray([_LONG[0]], jnp.int32), **more)
+    near = score(paged=True, kv_dtype="kivi4")
+    np.testing.assert_allclose(near, score(), atol=0.5)
+    assert not np.array_equal(near, score())
+
+
+def test_kivi_takes_no_more_drafts_than_a_page() -> None:
+    with pytest.raises(RequestError, match=r"draft\.k is 9, and kivi2 keeps pages of 8 tokens"):
+        infer.generate(tiny.llama(), [[5]], kv_dtype="kivi2", page_size=8, draft=NGram(k=9))

@@ -60,7 +60,7 @@ def test_names_and_options(name: str, options: dict, method: quant.Method) -> No
     [
         ("gguf", {}, "method is 'gguf'; use rtn, gptq"),
         ("nf4", {"bits": 4}, "bits does not go with nf4, which takes group_size, double"),
-        ("nvfp4", {"code": "e2m1"}, "code does not go with nvfp4, which takes no options"),
+        ("nvfp4", {"code": "e2m1"}, "code does not go with nvfp4, which takes hadamard"),
         ("rtn", {"damping": 0.1}, "damping does not go with rtn"),
         ("mxfp6", {"code": "e4m3"}, "code is 'e4m3'; mxfp6 has e2m3 or e3m2"),
         ("rtn", {"symmetric": False, "convention": "full"}, "and this has zero points; add symm"),

@@ -46,6 +46,7 @@ METHODS: dict[str, quant.Method] = {
     "fp4": quant.NF4(group_size=16, double=False, levels="fp4"),
     "mxfp6": quant.MX(code="e3m2"),
     "nvfp4": quant.NVFP4(),
+    "turned": quant.RTN(bits=4, group_size=16, activations="int4", hadamard=8),
 }
 
 

@@ -11,8 +11,9 @@ from infer import native, quant
 from infer.cli.info import report_of, summary_of
 from infer.models import decoder
 from infer.models.params import random_params
-from infer.native.repack import Packed
-from infer.quant.qarray import QArray
+from infer.native.repack import Packed, repack
+from infer.ops.linear import embed, linears
+from infer.quant.qarray import QArray, dequantize
 from tests.models import tiny, tiny_folder
 
 pytestmark = pytest.mark.skipif(not native.by_default(), reason="no native operations here")
@@ -42,3 +43,17 @@ def test_repacked_on_loading_and_what_has_no_kernel_stays(tmp_path: Path) -> Non
     with pytest.raises(infer.ConfigError, match="in the order of this CPU's native operations"):
         infer.save(loaded, tmp_path / "again", tokenizer=tokenizer)
     assert not (tmp_path / "again").exists()
+
+
+def test_turned_weights_turn_their_input_natively() -> None:
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((24, 64), (3, 64)))
+    gain = jnp.asarray(1 + 0.1 * rng.standard_normal(64), jnp.float32)
+    q = quant.RTN(bits=4, group_size=32, hadamard="full").pack(w)
+    for norm in (None, (gain, 1e-5)):
+        have = linears(x, (repack(q),), (None,), norm=norm)[0]
+        want = linears(x, (q,), (None,), norm=norm, implementation="xla")[0]
+        # Activations are rounded to 8 bits.
+        assert np.abs(have - want).max() < 0.02 * np.abs(want).max()
+    rows = embed(repack(q), jnp.asarray([5, 0], jnp.int32), jnp.float32)
+    np.testing.assert_allclose(rows, dequantize(q)[np.array([5, 0])], atol=1e-5)
