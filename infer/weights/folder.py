@@ -21,7 +21,7 @@ from infer.model_files import ModelFolder
 from infer.models.checkpoint import Layout
 from infer.models.params import Params
 from infer.native.repack import Packed, repack
-from infer.weights.folder_config import describe
+from infer.weights.folder_config import FolderConfig, describe
 from infer.weights.load import HEADROOM, floats_in_panels, uses_panels
 from infer.weights.packed_folder import read_params, with_one
 from infer.weights.safetensors import FLOATS, TensorInfo
@@ -76,6 +76,8 @@ def load_folder(
                 packed=packed,
                 progress=progress,
             )
+        if described.quantised is not None:
+            return _load_quantised(files, described, config, dtype, packed, progress)
         source = CanonicalTensors(files, layout)
         slots = planned(config, source)
         panels = uses_panels(packed)
@@ -92,6 +94,25 @@ def load_folder(
         )
         read = lambda slot: _read(source, slot, dtype, kept(slot))
         return read_plan(source, slots, read, progress)
+
+
+def _load_quantised(
+    files: SafetensorsFolder,
+    described: FolderConfig,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    packed: bool,
+    progress: Progress | None,
+) -> Params:
+    """Return the weights of a folder that another tool has quantised, packed as they are there."""
+    from infer.weights.quantised.translate import TranslatedFolder
+
+    assert described.quantised is not None
+    source = TranslatedFolder(files, described.layout, config, described.quantised)
+    config, spare = _tie(config, source)
+    source.tensors.pop(spare, None)
+    options: Any = dict(dtype=dtype, packed=packed, progress=progress)
+    return read_params(source, described.layout, config, source.form, **options)
 
 
 def planned(config: ModelConfig, source: "CanonicalTensors") -> Params:
@@ -139,7 +160,7 @@ class CanonicalTensors:
         self._files.release(self._names[name])
 
 
-def _tie(config: ModelConfig, source: CanonicalTensors) -> tuple[ModelConfig, str]:
+def _tie(config: ModelConfig, source: Any) -> tuple[ModelConfig, str]:
     """Return the configuration by what the file holds, and the name of a head that is not read.
 
     A file whose configuration ties the head to the embedding may still hold a head: an equal one is
@@ -154,7 +175,7 @@ def _tie(config: ModelConfig, source: CanonicalTensors) -> tuple[ModelConfig, st
     return dataclasses.replace(config, tied_embeddings=False), ""
 
 
-def _equal(source: CanonicalTensors, a: str, b: str) -> bool:
+def _equal(source: Any, a: str, b: str) -> bool:
     one, other = source.tensors[a], source.tensors[b]
     if one.shape != other.shape or one.dtype != other.dtype or one.dtype not in FLOATS:
         return False

@@ -22,13 +22,15 @@ _QUANTISED_BY = {
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderConfig:
     """A folder's config.json, and the family that reads it; `packed` where weights are packed in
-    the form of `infer.save`.
+    the form of `infer.save`, `quantised` where another tool has quantised them in a form that is
+    read (`infer.weights.quantised`).
     """
 
     hf: HFConfig
     layout: Layout
     model: ModelConfig
     packed: PackedForm | None = None
+    quantised: HFConfig | None = None
 
 
 def read_config(folder: ModelFolder) -> HFConfig:
@@ -57,7 +59,8 @@ def describe(folder: ModelFolder) -> FolderConfig:
     """
     hf = read_config(folder)
     packed = packed_form.of_config(hf.values, hf.where)
-    if packed is None:
+    quantised = None if packed is not None else quantised_by(folder, hf)
+    if packed is None and quantised is None:
         refuse_quantised(folder, hf)
     layout = layout_of(hf.texts("architectures"), hf.text("model_type", ""))
     model = layout.config(hf)
@@ -69,7 +72,49 @@ def describe(folder: ModelFolder) -> FolderConfig:
     model = dataclasses.replace(
         model, bos_id=bos[0] if bos else model.bos_id, eos_ids=tuple(eos)
     ).validate()
-    return FolderConfig(hf=hf, layout=layout, model=model, packed=packed)
+    return FolderConfig(hf=hf, layout=layout, model=model, packed=packed, quantised=quantised)
+
+
+# Methods that are read: keys of `infer.weights.quantised.translate.READERS`.
+QUANTISED = (
+    *("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "bitsandbytes"),
+)
+
+
+def quantised_by(folder: ModelFolder, hf: HFConfig) -> HFConfig | None:
+    """Return the configuration of a quantisation that is read, its `quant_method` a key of
+    READERS; None for a folder of plain numbers, and for a method that is not read.
+
+    Raises:
+        WeightFormatError: the configuration is broken.
+    """
+    method = _method(hf.values)
+    if method is not None:
+        text = hf if _method({**hf.values, "text_config": None}) else hf.section("text_config")
+        assert text is not None
+        found = text.section("quantization_config") or text.section("compression_config")
+        if found is None:
+            return None
+        name = found.get("quant_method", "modelopt" if found.get("quant_algo") else None)
+        if name is None and ("load_in_4bit" in found.values or "load_in_8bit" in found.values):
+            name = "bitsandbytes"
+        if name is None and text.values.get("compression_config") is not None:
+            name = "compressed-tensors"
+        return _named(found, name)
+    for file, name in _QUANTISED_BY.items():
+        values = folder.json(file) if folder.member(file) is not None else None
+        if values is not None:
+            found = HFConfig(values, f"{folder.label}/{file}")
+            if name == "modelopt":
+                found = found.section("quantization") or found
+            return _named(found, name)
+    return None
+
+
+def _named(found: HFConfig, name: Any) -> HFConfig | None:
+    if not isinstance(name, str) or name not in QUANTISED:
+        return None
+    return HFConfig({**found.values, "quant_method": name}, found.where)
 
 
 def refuse_quantised(folder: ModelFolder, hf: HFConfig) -> None:
