@@ -150,7 +150,7 @@ def _packed_entries(name: str, slot: Slot, weight: QArray) -> dict[str, Entry]:
         raise ConfigError(f"{name} is packed; only {', '.join(MATRICES)} can be")
     parts = {part: value for part in PARTS if (value := _part(weight, part)) is not None}
     try:
-        _assembled(parts, weight.format, weight.shape)
+        assembled(parts, weight.format, weight.shape)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from None
     return {
@@ -396,13 +396,13 @@ def _packed_problems(place: Place, parts: Mapping[str, TensorInfo]) -> list[str]
             part: jax.ShapeDtypeStruct(info.shape, DTYPES[info.dtype][1])
             for part, info in parts.items()
         }
-        _assembled(stand_ins, place.format, shape)
+        assembled(stand_ins, place.format, shape)
     except (ValueError, TypeError) as error:  # TypeError: a dtype that JAX does not have
         found.append(f"{name}: {error}")
     return found
 
 
-def _assembled(parts: Mapping[str, Any], format: Format, shape: tuple[int, ...]) -> QArray:
+def assembled(parts: Mapping[str, Any], format: Format, shape: tuple[int, ...]) -> QArray:
     """Return the packed weight of these parts, after checking that they belong together."""
     if "data" not in parts:
         raise ValueError("data is missing")
@@ -435,7 +435,7 @@ def _read_packed(place: Place, files: SafetensorsFolder, panels: bool) -> QArray
         parts[part] = jnp.array(values, copy=True)
         parts[part].block_until_ready()  # so that one tensor is on its way at a time
         files.release(name)
-    weight = _assembled(parts, place.format, place.slot.shape)
+    weight = assembled(parts, place.format, place.slot.shape)
     if panels:
         with contextlib.suppress(NotImplementedError):
             return repack(weight)

@@ -18,6 +18,7 @@ from infer.models.checkpoint import HFConfig
 from infer.quant.formats import PlanarFormat
 from infer.quant.qarray import QArray, dequantize
 from infer.weights.folder_config import QUANTISED
+from infer.weights.packed_folder import assembled
 from infer.weights.quantised.matrix import Matrix, Tensors, pack, unpacked
 from infer.weights.quantised.translate import READERS
 from infer.weights.safetensors import TensorInfo
@@ -76,7 +77,7 @@ def test_natively_repacked_where_there_is_a_kernel(tmp_path: Path) -> None:
     assert np.abs(have - want).max() < 0.05 * np.abs(want).max()  # activations in 8 bits
 
 
-def _matrix(tensors: dict[str, np.ndarray], **config: Any) -> Matrix:
+def matrix_of(tensors: dict[str, np.ndarray], **config: Any) -> Matrix:
     """Return the matrix "m" of these tensors."""
     named = {f"m.{part}": a for part, a in tensors.items()}
     infos = {
@@ -87,28 +88,28 @@ def _matrix(tensors: dict[str, np.ndarray], **config: Any) -> Matrix:
     return reader(HFConfig(config), Tensors("folder", infos, named.__getitem__))["m"]
 
 
-def _decoded(matrix: Matrix) -> np.ndarray:
+def decoded(matrix: Matrix) -> np.ndarray:
     arrays = {name: jnp.asarray(part.read()) for name, part in matrix.parts.items()}
     assert all(arrays[name].shape == part.shape for name, part in matrix.parts.items())
-    return np.asarray(dequantize(QArray.planar(**arrays, format=matrix.format, shape=matrix.shape)))
+    return np.asarray(dequantize(assembled(arrays, matrix.format, matrix.shape)))
 
 
 def test_a_fused_tensor_is_cut_into_its_weights() -> None:
     tensors, w = layouts.gptq(4, 16)(np.random.default_rng(0), 48, 32)
-    matrix = _matrix(tensors, quant_method="gptq", bits=4, group_size=16)
+    matrix = matrix_of(tensors, quant_method="gptq", bits=4, group_size=16)
     for rows in (slice(16, 32), np.array([40, 3, 7])):
-        np.testing.assert_array_equal(_decoded(matrix.rows(rows, "m")), w[rows])
+        np.testing.assert_array_equal(decoded(matrix.rows(rows, "m")), w[rows])
 
 
 def test_blocks_are_cut_where_they_can_be() -> None:
     tensors, w = layouts.float8("block", inverse=True)(np.random.default_rng(0), 384, 256)
-    matrix = _matrix(tensors, quant_method="fp8", weight_block_size=[128, 128])
-    np.testing.assert_array_equal(_decoded(matrix.rows(slice(128, 384), "m")), w[128:])
+    matrix = matrix_of(tensors, quant_method="fp8", weight_block_size=[128, 128])
+    np.testing.assert_array_equal(decoded(matrix.rows(slice(128, 384), "m")), w[128:])
     with pytest.raises(WeightFormatError, match="a scale spans 128 rows of a tensor that holds"):
         matrix.rows(slice(64, 128), "m")
     tensors, w = layouts.float8("tensor")(np.random.default_rng(0), 48, 32)
-    matrix = _matrix(tensors, quant_method="fp8")
-    np.testing.assert_array_equal(_decoded(matrix.rows(slice(16, 48), "m")), w[16:])
+    matrix = matrix_of(tensors, quant_method="fp8")
+    np.testing.assert_array_equal(decoded(matrix.rows(slice(16, 48), "m")), w[16:])
 
 
 def test_methods_that_are_named_are_read() -> None:
