@@ -140,6 +140,7 @@ def save(
     folder: str | Path,
     *,
     tokenizer: Tokenizer | None = None,
+    form: str = "infer",
     calibration: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
@@ -154,6 +155,8 @@ def save(
         model: a Model, or its weights: float arrays and QArrays, as `infer.quantize` gives them.
         folder: a name that is not taken, or an empty folder.
         tokenizer: of the weights; a Model has its own.
+        form: of packed weights: "infer", which has a place for every format, or
+            "compressed-tensors", which vLLM and transformers load.
         calibration: the token ids [N, S] that `infer.quantize` was given, so that `infer eval` can
             tell when it is asked to evaluate on them; or a `infer.quantization.Calibration`, which
             may also say which text and method.  A Model has the record that it was loaded with.
@@ -165,7 +168,8 @@ def save(
 
     Raises:
         ConfigError: the folder is not empty, there is no tokenizer, weights are packed for this
-            CPU's native operations, or no config.json says what the model is.
+            CPU's native operations, no config.json says what the model is, or the form has no place
+            for a packed weight.
         WeightFormatError: the tokenizer has no form in such a folder.
     """
     if isinstance(model, Model):
@@ -185,6 +189,7 @@ def save(
         params,
         tokenizer,
         Path(folder),
+        form=form,
         calibration=record,
         max_shard_bytes=max_shard_bytes,
         progress=progress,

@@ -249,6 +249,9 @@ def _quantisation_lines(found: dict[str, Any], num_layers: int) -> list[str]:
         lines.append(
             f"  quantised      {printable(name)}: {_format_text(format)}; {bits:.3f} bits a weight"
         )
+    if found["method"] is not None:
+        said = ", ".join(f"{key} {_short(value)}" for key, value in found["says"].items())
+        lines.insert(0, f"  quantised by   {printable(found['method'])}{said and ': ' + said}")
     stayed = _by_pattern(found["stayed"], num_layers)
     lines += [f"  stays          {printable(name)} ({kind})" for name, kind in stayed.items()]
     used = found["calibration"]
@@ -262,6 +265,12 @@ def _quantisation_lines(found: dict[str, Any], num_layers: int) -> list[str]:
     if "method" in used:
         lines.append(f"  calibrated     {printable(used['method'])}")
     return lines
+
+
+def _short(value: Any) -> str:
+    """Return a value of a configuration, cut where it is long."""
+    text = printable(value if isinstance(value, str) else json.dumps(value))
+    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _format_text(format: dict[str, Any]) -> str:

@@ -129,6 +129,10 @@ def quantize(
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens of a calibration sequence [default: 512].")
     ] = None,
+    form: Annotated[
+        str,
+        typer.Option(help="Of the folder: infer, or compressed-tensors, for vLLM, transformers."),
+    ] = "infer",
     dtype: Annotated[
         str | None, typer.Option(help="Of computation: float32, ... [default: the backend's best].")
     ] = None,
@@ -163,7 +167,9 @@ def quantize(
     ask = _asked(method, recipe, options)
     turn = _Turn.of(rotation, rotation_steps)
     use_compilation_cache()
-    report = run(model, Path(out), ask, calibration, text, dtype, turn)
+    if form not in _FORMS:
+        raise ConfigError(f"--form is {form!r:.60}; use {' or '.join(_FORMS)}")
+    report = run(model, Path(out), ask, calibration, text, dtype, turn, form)
     print(json.dumps(report, allow_nan=False) if as_json else text_of(report))
 
 
@@ -175,6 +181,7 @@ def _spelled(options: dict[str, Any]) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in options)
 
 
+_FORMS = ("infer", "compressed-tensors")
 _ROTATIONS = ("quarot", "spinquant", "values")
 
 
@@ -249,6 +256,7 @@ def run(
     text_options: dict[str, int],
     dtype: str | None,
     turn: _Turn | None = None,
+    form: str = "infer",
 ) -> dict[str, Any]:
     """Quantise and save; return what `--json` prints."""
     import infer
@@ -315,9 +323,8 @@ def run(
     quantize_s = time.perf_counter() - start
     with progress_bars() as update:
         write = None if update is None else lambda done, total: update("write", done, total)
-        paths = infer.save(
-            dataclasses.replace(loaded, params=params), out, calibration=record, progress=write
-        )
+        made_of = dataclasses.replace(loaded, params=params)
+        paths = infer.save(made_of, out, form=form, calibration=record, progress=write)
     made = report(loaded.params, params)
     return {
         "model": model,

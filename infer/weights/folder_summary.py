@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infer.errors import ConfigError, WeightFormatError
 from infer.model_files import ModelFolder, shown
@@ -17,12 +17,15 @@ from infer.quant.format_json import to_json
 from infer.quant.formats import Format, PlanarFormat
 from infer.tokenizer.folder import chat_templates
 from infer.weights import packed_form
-from infer.weights.folder_config import describe, read_config
+from infer.weights.folder_config import describe, quantised_by, read_config
 from infer.weights.new_folder import refuse_leftover
 from infer.weights.packed_form import PARTS, PackedForm
 from infer.weights.safetensors import TensorInfo
 from infer.weights.shards import SafetensorsFolder
 from infer.weights.summary import Quantisation, Summary, totals
+
+if TYPE_CHECKING:
+    from infer.weights.quantised.translate import TranslatedFolder
 
 
 def summarise_folder(path: Path) -> Summary:
@@ -36,7 +39,12 @@ def summarise_folder(path: Path) -> Summary:
     text = hf.section("text_config") or hf
     refuse_leftover(path)
     with SafetensorsFolder.open(folder) as files:
-        form = packed_form.of_config(hf.values, hf.where)
+        form, quantised = packed_form.of_config(hf.values, hf.where), None
+        if form is None:
+            quantised = quantised_by(folder, hf)
+        if quantised is not None:
+            files = _translated(folder, files, quantised) or files
+            form = getattr(files, "form", None)
         if form is not None:
             _check(folder, files, form)
         tensors = logical_tensors(files.tensors, form)
@@ -68,8 +76,23 @@ def summarise_folder(path: Path) -> Summary:
         tokenizer="tokenizer.json" if folder.member("tokenizer.json") else None,
         pre_tokenizer=None,
         chat_template=bool(chat_templates(folder)),
-        quantisation=None if form is None else _quantisation(form, tensors),
+        quantisation=None if form is None else _quantisation(form, tensors, quantised),
     )
+
+
+def _translated(
+    folder: ModelFolder, files: SafetensorsFolder, quantised: HFConfig
+) -> "TranslatedFolder | None":
+    """Return a folder of another tool as one of our own form; None of an architecture that is not
+    run.
+    """
+    from infer.weights.quantised.translate import TranslatedFolder  # brings JAX
+
+    try:
+        described = describe(folder)
+    except ConfigError:
+        return None
+    return TranslatedFolder(files, described.layout, described.model, quantised)
 
 
 def _check(folder: ModelFolder, files: SafetensorsFolder, form: PackedForm) -> None:
@@ -123,7 +146,17 @@ def logical_tensors(
     ]
 
 
-def _quantisation(form: PackedForm, tensors: list[LogicalTensor]) -> Quantisation:
+# What a configuration says of how a model was quantised, whichever tool's.
+_SAID = (
+    *("bits", "group_size", "desc_act", "sym", "zero_point", "version", "format", "damp_percent"),
+    *("checkpoint_format", "quant_algo", "activation_scheme", "weight_block_size", "ignore"),
+    *("modules_to_not_convert", "exclude_modules", "bnb_4bit_quant_type", "dataset", "producer"),
+)
+
+
+def _quantisation(
+    form: PackedForm, tensors: list[LogicalTensor], quantised: HFConfig | None
+) -> Quantisation:
     """Return what a folder's form says."""
     packed = [t for t in tensors if t.name in form.weights]
     found = totals(packed)
@@ -139,6 +172,8 @@ def _quantisation(form: PackedForm, tensors: list[LogicalTensor]) -> Quantisatio
         in_xla=tuple(
             sorted({t.type_name for t in packed if not _has_kernel(t, form.weights[t.name])})
         ),
+        method=None if quantised is None else quantised.text("quant_method"),
+        says={k: v for k in _SAID if quantised is not None and (v := quantised.get(k)) is not None},
     )
 
 

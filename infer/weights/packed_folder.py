@@ -8,6 +8,7 @@ or one in another order, and one of them is packed, each of them has that name a
 
 import contextlib
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from infer.models.params import Params, validate
 from infer.native.repack import Packed, repack
 from infer.quant.format_json import fits
 from infer.quant.formats import Format, PlanarFormat
-from infer.quant.qarray import NestedScale, QArray
+from infer.quant.qarray import NestedScale, QArray, dequantize
 from infer.tokenizer import Tokenizer
 from infer.weights import folder_files
 from infer.weights.folder_config import read_config
@@ -46,6 +47,10 @@ from infer.weights.safetensors_writer import (
 from infer.weights.shards import SafetensorsFolder, listed
 from infer.weights.slots import Slot, plan, slots_of, stored
 
+logger = logging.getLogger(__name__)
+
+# Forms of packed weights in a folder.
+FORMS = ("infer", "compressed-tensors")
 # Which weights may be packed: those that only products and the embedding read.
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "embed", "lm_head")
 
@@ -67,6 +72,7 @@ def write_params(
     tokenizer: Tokenizer,
     folder: Path,
     *,
+    form: str = "infer",
     calibration: Calibration | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
@@ -79,25 +85,33 @@ def write_params(
         params: float arrays and QArrays.
         tokenizer: of the model.
         folder: does not exist or is empty.
+        form: of packed weights: "infer", ours, or "compressed-tensors".
         calibration: what the model was calibrated with, if it was.
         max_shard_bytes: tensor bytes of one file.
         progress: called with (bytes done, bytes in all).
 
     Raises:
         ConfigError: the folder is not empty, weights are in the order of the CPU's native
-            operations, or no config.json says what the model is.
+            operations, no config.json says what the model is, or the form has no place for a
+            packed weight.
         WeightFormatError: the tokenizer has no form in a folder.
     """
     _check_kinds(params)
     where = f"{params.config.family} weights"
     layout, values = folder_files.described(params.config, where, "keep the file they come from")
-    entries, form = _entries(validate(params), layout)
-    if calibration is not None:
-        form = dataclasses.replace(form, calibration=calibration)
+    if form not in FORMS:
+        raise ConfigError(f"form is {form!r:.60}; use {', '.join(map(repr, FORMS))}")
     metadata = {"format": "pt"}
-    if form.weights:
-        values |= {"quantization_config": form.config()}
-        metadata |= form.metadata()
+    if form == "compressed-tensors":
+        entries, said = _compressed_entries(validate(params), layout)
+        values |= said
+    else:
+        entries, own = _entries(validate(params), layout)
+        if calibration is not None:
+            own = dataclasses.replace(own, calibration=calibration)
+        if own.weights:
+            values |= {"quantization_config": own.config()}
+            metadata |= own.metadata()
     if calibration is not None:
         metadata |= calibration.metadata()
     values |= {"torch_dtype": params.dtype.name}
@@ -143,6 +157,64 @@ def _entries(params: Params, layout: Layout) -> tuple[dict[str, Entry], PackedFo
                 whole = Slot(field=slots[i].field, tensor=names[i], shape=slots[i].shape)
                 entries[names[i]] = _float_entry([(whole, leaves[i])], layout)
     return entries, PackedForm(formats)
+
+
+def _is_blocks(leaf: Any) -> bool:
+    return isinstance(leaf, QArray) and not isinstance(leaf.format, PlanarFormat)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decoded:
+    """The floats that blocks stand for, made when they are written."""
+
+    weight: QArray
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(dequantize(self.weight), dtype)
+
+
+def _compressed_entries(params: Params, layout: Layout) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """Return the tensors of a folder in the form of compressed-tensors, and what config.json says
+    of packed ones.
+    """
+    from infer.weights.quantised.compressed_writer import checked, config_of, matrix_entries
+
+    slots = slots_of(plan(params.config, layout.layer_names, layout.global_names))
+    leaves, groups = _leaves(params), dict[str, list[int]]()
+    for i, slot in enumerate(slots):
+        groups.setdefault(slot.tensor, []).append(i)
+    entries: dict[str, Entry] = {}
+    formats: dict[str, PlanarFormat] = {}
+    stayed = []
+    blocks = [i for i, leaf in enumerate(leaves) if _is_blocks(leaf)]
+    if blocks:
+        logger.warning(
+            "%s and %d others are blocks of GGUF, which have no place in compressed-tensors: they"
+            " are written as the floats that they stand for",
+            slots[blocks[0]].tensor,
+            len(blocks) - 1,
+        )
+        leaves = [_Decoded(leaf) if _is_blocks(leaf) else leaf for leaf in leaves]
+    for tensor, group in groups.items():
+        module = tensor.removesuffix(".weight")
+        if not any(isinstance(leaves[i], QArray) for i in group):
+            entries[tensor] = _float_entry([(slots[i], leaves[i]) for i in group], layout)
+            if slots[group[0]].field in MATRICES and slots[group[0]].field != "embed":
+                stayed.append(module)
+            continue
+        slot = slots[group[0]]
+        if len(group) > 1 or slot.rows is not None or slot.transposed or slot.field == "embed":
+            raise ConfigError(
+                f"{tensor} is packed, and in compressed-tensors only linear layers of their own"
+                " are; save in our own form (form='infer')"
+            )
+        formats[module] = checked(module, leaves[group[0]])
+        entries |= matrix_entries(module, leaves[group[0]])
+    if not formats:
+        return entries, {}
+    if params.lm_head is None:
+        stayed.append("lm_head")
+    return entries, {"quantization_config": config_of(formats, stayed)}
 
 
 def _packed_entries(name: str, slot: Slot, weight: QArray) -> dict[str, Entry]:

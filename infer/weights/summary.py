@@ -47,7 +47,7 @@ class TypeTotal:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantisation:
-    """What a folder of `infer.save` says of its packed weights.
+    """What a folder says of its packed weights.
 
     Attributes:
         formats: by name, field by field.
@@ -55,6 +55,8 @@ class Quantisation:
         bits_per_weight: of each format's weights, scales included.
         calibration: of which text, or None.
         in_xla: formats of weights for which the CPU's native operations have no kernel.
+        method: by which tool's `quant_method` they are, None for those of `infer.save`.
+        says: what that configuration says besides.
     """
 
     formats: Mapping[str, Mapping[str, Any]]
@@ -62,6 +64,8 @@ class Quantisation:
     bits_per_weight: Mapping[str, float]
     calibration: Mapping[str, Any] | None
     in_xla: tuple[str, ...] = ()
+    method: str | None = None
+    says: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,8 @@
 """A folder that another tool has quantised, as one of our own form: the same readers take it."""
 
-import dataclasses
 import logging
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -166,24 +164,3 @@ def _by_weight(
 
         raise listed(path, problems)
     return weights
-
-
-@dataclasses.dataclass(frozen=True)
-class Said:
-    """What a configuration says of its quantisation, for people."""
-
-    method: str
-    details: Mapping[str, Any]
-
-
-def said(quantised: HFConfig) -> Said:
-    """Return the method, and of the rest what is plain: bits, groups, what stays, who made it."""
-    values = quantised.values
-    known = (
-        *("bits", "group_size", "desc_act", "sym", "zero_point", "version", "format"),
-        *("checkpoint_format", "quant_algo", "activation_scheme", "weight_block_size", "ignore"),
-        *("modules_to_not_convert", "exclude_modules", "bnb_4bit_quant_type", "producer"),
-        *("bnb_4bit_use_double_quant", "quantization_status", "dataset", "damp_percent"),
-    )
-    details = {key: values[key] for key in known if values.get(key) is not None}
-    return Said(quantised.text("quant_method"), details)

@@ -2,6 +2,7 @@
 logits as the floats, saved in our form and read again; and what is refused.
 """
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import infer
+from infer.cli.main import main
 from infer.errors import WeightFormatError
 from infer.models import decoder
 from infer.models.checkpoint import HFConfig
@@ -205,3 +207,20 @@ def test_a_module_that_the_model_has_not(tmp_path: Path) -> None:
     layouts.write(tmp_path / "m", packing, quantisation, extra=extra)
     with pytest.raises(WeightFormatError, match=r"'model\.layers\.7\.mlp\.up_proj' is quantised"):
         infer.load(tmp_path / "m")
+
+
+def test_info_says_method_bits_what_stayed_and_who_runs_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packing, quantisation, _ = CASES["gptq 4 v2, act-order"]
+    layouts.write(tmp_path / "m", packing, {**quantisation, "dataset": "wikitext2"})
+    assert main(["info", str(tmp_path / "m")]) == 0
+    out = capsys.readouterr().out
+    assert "quantised by   gptq: bits 4, group_size 8, desc_act true, sym false" in out
+    assert "dataset wikitext2" in out
+    assert "INT4-G8-ASYM-ORDERED: 4-bit integers, a float16 scale for each 8 weights, zero" in out
+    assert "stays          model.layers.0.mlp.down_proj.weight (F32)" in out
+    assert "stays          model.embed_tokens.weight (F32)" in out
+    assert main(["info", str(tmp_path / "m"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["quantisation"]
+    assert found["method"] == "gptq" and found["says"]["checkpoint_format"] == "gptq_v2"
