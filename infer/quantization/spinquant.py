@@ -60,8 +60,9 @@ def learn(
 ) -> Learned:
     """Return rotations learned for a model that will be quantised so.
 
-    Deterministic.  GPTQ's weights are rounded to nearest while learning.  All of the model's floats
-    and their gradients are in memory: about 12 bytes a weight.
+    Deterministic.  Where GPTQ rounds the weights, and activations are rounded too, only those are
+    while learning, as the paper has it: GPTQ makes up for most of what weights lose.  All of the
+    model's floats and their gradients are in memory: about 12 bytes a weight.
 
     Args:
         params: weights, floats or GGUF blocks.
@@ -220,9 +221,13 @@ def _rounded(method: Method, w: Float[Array, "O I"]) -> Float[Array, "O I"]:
 
 
 def _rounded_weight(method: Method, w: Float[Array, "O I"]) -> RoundedInput:
-    """Return a weight rounded to nearest, for inputs that its product turns and rounds."""
+    """Return a weight, rounded to nearest or as it is (see `learn`), for inputs that its product
+    turns and rounds.
+    """
     format = method.format_for((w.shape[0], w.shape[1]))
     assert isinstance(method, RTN) and isinstance(format, PlanarFormat)
     w = transform(w, format.rotated) if format.rotated else w
-    weight = _rounded(dataclasses.replace(method, hadamard=None), w)
+    weight = w
+    if type(method) is RTN or not format.activations:
+        weight = _rounded(dataclasses.replace(method, hadamard=None), w)
     return RoundedInput(weight, activations=format.activations, rotated=format.rotated)
