@@ -5,7 +5,7 @@
     python benchmarks/kv_cache.py --only speed --batch 1
 
 accuracy: KL and likeliest token of each cache beside a float32 cache of the same weights, English
-text, windows of 1,024 tokens whose second half is scored: what `infer eval divergence` measures.
+text, windows of --context tokens whose second half is scored: `infer eval divergence`.
 speed: a step of decoding, 16 in one program, each kind of cache in turn, round after round; ratios
 are within a round.  Caches hold one page's random numbers everywhere: contents change no time.
 One JSON line for each model and part.
@@ -36,7 +36,7 @@ from infer import native  # noqa: E402
 from infer.bench.machine import busy_cores, cpu_name  # noqa: E402
 from infer.cache import paged  # noqa: E402
 from infer.cache.layout import pool_bytes  # noqa: E402
-from infer.cache.pool import KV_DTYPES  # noqa: E402
+from infer.cache.pool import KV_DTYPES, GroupedPool, write_whole_pages  # noqa: E402
 from infer.models import decoder  # noqa: E402
 from infer.models.paged_forward import through_layers  # noqa: E402
 
@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kv-dtype", nargs="+", choices=KV_DTYPES, default=KV_DTYPES)
     p.add_argument("--only", choices=["accuracy", "speed"], help="leave the other part out")
     p.add_argument("--windows", type=int, default=8, help="of the text")
+    p.add_argument("--context", type=int, nargs="+", default=[WINDOW], help="of a window")
     p.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--save", nargs="?", const=str(default), help="append lines to a file")
@@ -83,13 +84,16 @@ def parser() -> argparse.ArgumentParser:
 def lines_of(model: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the parts that are asked for."""
     if options.only != "speed":
-        yield accuracy(model, options.kv_dtype, options.windows)
+        for context in options.context:
+            yield accuracy(model, options.kv_dtype, options.windows, context)
     if options.only != "accuracy":
         for batch in options.batch:
             yield speed(model.params, options.kv_dtype, batch, options.rounds)
 
 
-def accuracy(model: Any, kv_dtypes: Sequence[str], windows: int) -> dict[str, Any]:
+def accuracy(
+    model: Any, kv_dtypes: Sequence[str], windows: int, context: int = WINDOW
+) -> dict[str, Any]:
     """Return each cache's divergence from float32, which runs once for all of them."""
     from infer.eval import statistics as stats
     from infer.eval.scoring import score_windows
@@ -99,9 +103,9 @@ def accuracy(model: Any, kv_dtypes: Sequence[str], windows: int) -> dict[str, An
     start = time.perf_counter()
     names = [name for name in kv_dtypes if name != "float32"]
     text = {"en": read_text("en")}
-    (cut,) = all_windows(text, model.tokenizer, context=WINDOW, limit=windows)
+    (cut,) = all_windows(text, model.tokenizer, context=context, limit=windows)
     models, dtypes = [model.params] * (1 + len(names)), ["float32", *names]
-    parts = list(score_windows(models, cut.ids, WINDOW // 2, dtypes))
+    parts = list(score_windows(models, cut.ids, context // 2, dtypes))
     joined = lambda column: np.concatenate([column(part) for part in parts])
     base = joined(lambda part: part[1][0].nll)
     found = {}
@@ -119,6 +123,7 @@ def accuracy(model: Any, kv_dtypes: Sequence[str], windows: int) -> dict[str, An
     return {
         "part": "accuracy",
         "text": "en",
+        "context": context,
         "windows": len(base),
         "scored": base.size,
         "base_perplexity": float(np.exp(base.mean())),
@@ -148,7 +153,7 @@ def speed(
     for name in kv_dtypes:
         each = {"step_ms": spread([1e3 * t for t in times[name]])}
         each["bytes"] = pool_bytes(params.config, batch * context // PAGE, PAGE, name)
-        each["bytes_per_token"] = pool_bytes(params.config, 1, 1, name)
+        each["bytes_per_token"] = pool_bytes(params.config, 1, PAGE, name) / PAGE
         for base in BASES:
             if base in times:
                 ratios = [x / y for x, y in zip(times[base], times[name], strict=True)]
@@ -180,11 +185,17 @@ def filled(config: Any, kv_dtype: str, batch: int, context: int) -> paged.PagedC
     page = jnp.asarray(np.random.default_rng(0).standard_normal(shape, np.float32))
     ids = jnp.arange(batch * pages, dtype=jnp.int32)
     everywhere = jnp.broadcast_to(page, (len(ids), *shape[1:]))
-    write = jax.jit(paged.write_pages, donate_argnums=0)
+
+    def write(pool: Any) -> Any:
+        if isinstance(pool, GroupedPool):
+            return write_whole_pages(pool, everywhere.swapaxes(1, 2), ids)
+        return paged.write_pages(pool, everywhere, ids)
+
+    write = jax.jit(write, donate_argnums=0)
     return dataclasses.replace(
         cache,
-        k_pages=tuple(write(pool, everywhere, ids) for pool in cache.k_pages),
-        v_pages=tuple(write(pool, everywhere, ids) for pool in cache.v_pages),
+        k_pages=tuple(write(pool) for pool in cache.k_pages),
+        v_pages=tuple(write(pool) for pool in cache.v_pages),
         lengths=jnp.full(batch, context - 2 * STEPS, jnp.int32),
     )
 
@@ -237,16 +248,42 @@ def write_docs(document: Path, results: Path) -> None:
     for path in sorted(results.glob("kv-cache-cpu-*.json")):
         for text in path.read_text().splitlines():
             line = json.loads(text)
-            found[line["model"], line["part"], line.get("batch", 0)] = line
+            speed = line["part"] == "speed"
+            which = line["batch"] if speed else line.get("context", WINDOW)
+            key = line["model"], line["part"], which
+            # A run of some caches adds to those of the runs before it.
+            caches = found.get(key, {"caches": {}})["caches"] | line["caches"]
+            found[key] = found.get(key, line) | {"caches": caches}
     parts = []
     for model in dict.fromkeys(model for model, _, _ in found):
-        near = found.get((model, "accuracy", 0))
-        fast = {b: x for (m, part, b), x in sorted(found.items()) if (m, part) == (model, "speed")}
+        near = found.get((model, "accuracy", WINDOW))
+        mine = sorted((key, line) for key, line in found.items() if key[0] == model)
+        fast = {n: line for (_, part, n), line in mine if part == "speed"}
+        contexts = {n: line for (_, part, n), line in mine if part == "accuracy"}
         parts += [f"**{model}**{said(near, fast)}", table(near, fast)]
+        if len(contexts) > 1:
+            parts.append(by_context(contexts))
     text = document.read_text()
     begin, end = "<!-- results -->\n", "<!-- /results -->"
     before, after = text.index(begin) + len(begin), text.index(end)
     document.write_text(text[:before] + "\n\n".join(parts) + "\n" + text[after:])
+
+
+def by_context(lines: dict[int, dict[str, Any]]) -> str:
+    """Return a table of KL and perplexity ratio at each context."""
+    rows = [["cache"], ["---"] * (1 + 2 * len(lines))]
+    for context, line in lines.items():
+        of = f"{context:,} tokens ({line['scored']:,} scored)"
+        rows[0] += [f"KL, {of}", "perplexity, times"]
+    for name in KV_DTYPES:
+        if not any(name in line["caches"] for line in lines.values()):
+            continue
+        row = [f"`{name}`"]
+        for line in lines.values():
+            each = line["caches"].get(name)
+            row += ["", ""] if each is None else [f"{each['kl'][0]:.2g}", f"{each['ratio'][0]:.3f}"]
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def said(near: dict[str, Any] | None, fast: dict[int, dict[str, Any]]) -> str:
