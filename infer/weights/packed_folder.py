@@ -180,7 +180,8 @@ def _compressed_entries(params: Params, layout: Layout) -> tuple[dict[str, Entry
     from infer.weights.quantised.compressed_writer import checked, config_of, matrix_entries
 
     slots = slots_of(plan(params.config, layout.layer_names, layout.global_names))
-    leaves, groups = _leaves(params), dict[str, list[int]]()
+    leaves: list[Any] = _leaves(params)
+    groups: dict[str, list[int]] = {}
     for i, slot in enumerate(slots):
         groups.setdefault(slot.tensor, []).append(i)
     entries: dict[str, Entry] = {}

@@ -40,7 +40,8 @@ def bitsandbytes(config: HFConfig, tensors: Tensors) -> dict[str, Matrix]:
 def _four_bits(module: str, tensors: Tensors, kind: str) -> Matrix:
     name, state_name = f"{module}.weight", f"{module}.{_STATE}{kind}"
     state = _state(tensors, state_name)
-    shape, block = state.get("shape"), state.get("blocksize")
+    shape: Any = state.get("shape")
+    block: Any = state.get("blocksize")
     good = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
     if not good or type(block) is not int or block < 8 or min(shape) < 1 or shape[1] % block:
         raise tensors.error(
@@ -74,7 +75,7 @@ def _four_bits(module: str, tensors: Tensors, kind: str) -> Matrix:
         tensors.get(f"{name}.nested_quant_map", ("F32",), (256,))
         if not np.array_equal(tensors.read(f"{name}.nested_quant_map"), codes.DYNAMIC):
             raise tensors.error(f"{name}.nested_quant_map", "is not the dynamic map of 8 bits")
-        offset = state.get("nested_offset")
+        offset: Any = state.get("nested_offset")
         if type(offset) not in (int, float) or not np.isfinite(offset):
             raise tensors.error(state_name, f"has nested_offset {offset!r:.40}, no number")
         sources += [f"{name}.nested_absmax", f"{name}.nested_quant_map"]

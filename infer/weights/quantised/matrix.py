@@ -55,14 +55,17 @@ class Matrix:
         span = self.format.rows
         at: Any = index
         if span > 1:
-            aligned = isinstance(index, slice) and index.step in (None, 1)
-            if not aligned or (index.start or 0) % span:
+            # A run of rows from the beginning of a block on.
+            if not isinstance(index, slice) or index.step not in (None, 1):
+                start = None
+            else:
+                start = index.start or 0
+            if start is None or start % span:
                 raise WeightFormatError(
                     f"{name}: a scale spans {span} rows of a tensor that holds several weights, and"
                     " rows of two of them; this version does not split it"
                 )
-            start = (index.start or 0) // span
-            at = slice(start, start + -(-out // span))
+            at = slice(start // span, start // span + -(-out // span))
         parts = {}
         for part, array in self.parts.items():
             by = {"data": index, "scale": at, "zero": at}.get(part)
