@@ -3,7 +3,8 @@
 GPTQ, weight logically [N, K]:
 
     qweight int32 [K b / 32, N]   codes of a column of the tensor, the low bits first
-    qzeros  int32 [K / g, N b / 32]  likewise along N; version 1 stores z - 1, version 2 z
+    qzeros  int32 [K / g, N b / 32]  likewise along N; version 1 stores z - 1, modulo 2^b,
+                                     version 2 z
     scales  float16 [K / g, N]
     g_idx   int32 [K]   the group of each input
 
@@ -14,6 +15,7 @@ Source: AutoGPTQ and AutoAWQ's packing; GPTQModel for `checkpoint_format`.
 """
 
 import dataclasses
+import logging
 
 import numpy as np
 
@@ -31,6 +33,8 @@ from infer.weights.quantised.matrix import (
     pack,
     unpacked,
 )
+
+logger = logging.getLogger(__name__)
 
 _AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 
@@ -50,10 +54,21 @@ def gptq(config: HFConfig, tensors: Tensors) -> dict[str, Matrix]:
             f"{config.where}: checkpoint_format is {kind!r:.40}; 'gptq' and 'gptq_v2' are read: "
             "take a checkpoint in one of them"
         )
+    modules = tensors.ending("qweight")
     added = 1 if kind == "gptq" else 0
+    if added and config.get("sym") is True and modules:
+        stored = bytes_of_words(tensors.read(f"{modules[0]}.qzeros"))
+        if (unpacked(stored, bits) == 1 << (bits - 1)).all():
+            logger.warning(
+                "%s: says 'gptq', whose zero points are stored less one, and symmetric, and stores"
+                " %d: they are read as those of 'gptq_v2', or every weight would be off by a step",
+                config.where,
+                1 << (bits - 1),
+            )
+            added = 0
     return {
         module: _gptq_matrix(module, tensors, bits, config.integer("group_size"), added)
-        for module in tensors.ending("qweight")
+        for module in modules
     }
 
 
@@ -80,7 +95,9 @@ def _gptq_matrix(module: str, tensors: Tensors, bits: int, group: int, added: in
 
     def zeros() -> np.ndarray:
         stream = bytes_of_words(tensors.read(name("qzeros")))
-        return np.ascontiguousarray((unpacked(stream, bits) + np.uint8(added)).T)
+        # A zero point of 0 is stored as all ones.
+        codes = (unpacked(stream, bits) + np.uint8(added)) & np.uint8((1 << bits) - 1)
+        return np.ascontiguousarray(codes.T)
 
     def data() -> np.ndarray:
         stream = bytes_of_words(tensors.read(name("qweight")).T)  # [N, bytes]

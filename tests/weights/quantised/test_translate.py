@@ -224,3 +224,48 @@ def test_info_says_method_bits_what_stayed_and_who_runs_it(
     assert main(["info", str(tmp_path / "m"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["quantisation"]
     assert found["method"] == "gptq" and found["says"]["checkpoint_format"] == "gptq_v2"
+
+
+# ---- Numbers that other engines once got wrong, by hand ------------------------------------------
+
+
+def _gptq_codes(zero: int, **config: Any) -> np.ndarray:
+    """A weight [8, 16] whose rows have the codes 0 to 15, under the scale 0.5."""
+    codes = np.tile(np.arange(16), (8, 1))
+    tensors = {
+        "qweight": layouts.words(codes.T, 4),
+        "qzeros": np.array([[zero * 0x11111111]], np.uint32).view(np.int32),
+        "scales": np.full((1, 8), 0.5, np.float16),
+    }
+    fields = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+    return decoded(matrix_of(tensors, **fields, **config))[0]
+
+
+def test_gptqs_zero_points_are_stored_less_one_in_version_1() -> None:
+    assert _gptq_codes(7)[8] == 0 and _gptq_codes(7)[[0, 15]].tolist() == [-4, 3.5]
+    second = _gptq_codes(7, checkpoint_format="gptq_v2")
+    assert second[7] == 0 and second[[0, 15]].tolist() == [-3.5, 4]
+    assert _gptq_codes(15)[[0, 15]].tolist() == [0, 7.5]  # a zero point of 0
+
+
+def test_a_symmetric_file_of_version_2_that_says_1_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert _gptq_codes(8, sym=True)[8] == 0
+    assert "and stores 8: they are read as those of 'gptq_v2'" in caplog.text
+    assert _gptq_codes(8, sym=False)[9] == 0
+
+
+def test_awqs_nibbles_have_their_own_order_and_zero_points_no_one() -> None:
+    word = np.full((8, 1), 0x75316420, np.int32)
+    tensors = {
+        "qweight": word,
+        "qzeros": word[:1] & 0,
+        "scales": np.full((1, 8), 1, np.float16),
+    }
+    found = decoded(matrix_of(tensors, quant_method="awq", bits=4, group_size=8))
+    np.testing.assert_array_equal(found, np.tile(np.arange(8), (8, 1)).T)
+    tensors["qzeros"] = word[:1]
+    found = decoded(matrix_of(tensors, quant_method="awq", bits=4, group_size=8))
+    np.testing.assert_array_equal(found, 0)
