@@ -90,6 +90,11 @@ def repack(
     """
     library = native.library()
     if isinstance(weight, QArray) and isinstance(weight.format, PlanarFormat):
+        if len(weight.shape) == 3:
+            raise NotImplementedError(
+                f"no native kernel for experts' weights in {weight.format.name}; there are"
+                f" {', '.join(FORMATS)}"
+            )
         return _repack_planar(library, weight, weight.format)
     if isinstance(weight, QArray):
         name, rows = weight.format.name, np.asarray(weight.data)

@@ -15,7 +15,6 @@ On a GPU the sorted rows go through `infer.pallas.grouped_matmul`, which pads no
 packed weights in registers.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -27,7 +26,7 @@ from infer.native.repack import Packed
 from infer.ops import choice
 from infer.ops.activation import activate
 from infer.ops.linear import only_native
-from infer.quant.qarray import QArray, dequantize
+from infer.quant.qarray import QArray, dequantize, expert_of
 
 # Rows of a block: with more, a last block would be mostly padding.
 _MOST_ROWS = 128
@@ -233,8 +232,7 @@ def _blocks(ids: Int[Array, "T k"], num_experts: int) -> tuple[Array, Array, Arr
 def _expert(weight: Array | QArray, expert: Array, dtype: Any) -> Array:
     """Return the matrix [out, in] of one expert."""
     if isinstance(weight, QArray):
-        data = lax.dynamic_index_in_dim(jnp.asarray(weight.data), expert, keepdims=False)
-        return dequantize(dataclasses.replace(weight, data=data, shape=weight.shape[1:]), dtype)
+        return dequantize(expert_of(weight, expert), dtype)
     return lax.dynamic_index_in_dim(weight, expert, keepdims=False).astype(dtype)
 
 

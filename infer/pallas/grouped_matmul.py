@@ -27,6 +27,7 @@ from jaxtyping import Float, Int
 from infer.pallas.gated_activation import ACTIVATIONS, act
 from infer.pallas.triton_call import check_launch, load, store, triton_call
 from infer.pallas.weight_parts import FORMATS, Plan, Tile, describe, plan, plan_of_floats
+from infer.quant.formats import PlanarFormat
 from infer.quant.qarray import QArray, dequantize
 
 
@@ -95,10 +96,16 @@ def _kernel(
             new.append(total)
         return tuple(new)
 
+    def whole(tile: Tile, total: Array) -> Array:
+        if "global" not in tile.refs:
+            return total
+        return total * load(tile.refs["global"], expert)
+
     zeros = jnp.zeros((blocks.block_out, blocks.block_rows), jnp.float32)
     # No steps for a tile without rows.
     num_steps = jnp.where(first < end, jnp.int32(plans[0].num_steps), jnp.int32(0))
     totals = lax.fori_loop(jnp.int32(0), num_steps, step, (zeros,) * len(plans))
+    totals = tuple(whole(tile, total) for tile, total in zip(tiles, totals, strict=True))
     if activation is None:
         y = totals[0]
     else:
@@ -123,7 +130,8 @@ def grouped_matmul(
 
     Args:
         x: rows sorted by expert; those past the groups' end are not written.
-        weight: of E experts, floats or one of GGUF's formats; with `up` the gate's.
+        weight: of E experts, floats, one of GGUF's formats, or planar of 4 and 8 bits (integers,
+            FP8, MXFP4, NVFP4); with `up` the gate's.
         group_sizes: rows of each expert, their sum at most N.
         up: the other projection, of the same shape.
         activation: "silu" or "gelu_tanh", with `up`.
@@ -195,14 +203,35 @@ def _plan(weight: Any, x: Array) -> Plan:
         raise NotImplementedError(f"{where} with x of {x.dtype}; it takes floats of 16 and 32 bits")
     if not isinstance(weight, QArray):
         return plan_of_floats(weight.reshape(experts * out, width))
-    data = weight.data.reshape(experts * out, -1)
-    found = plan(dataclasses.replace(weight, data=data, shape=(experts * out, width)))
+    found = plan(_one_under_the_other(weight))
     if found is None:
         raise NotImplementedError(
             f"{where} of {describe(weight.format)} is not decoded there; it takes floats,"
-            f" {', '.join(FORMATS)}"
+            f" {', '.join(FORMATS)}, and planar weights of 4 and 8 bits"
         )
-    return found
+    if weight.global_scale is None:
+        return found
+    operands = {**found.operands, "global": weight.global_scale}
+    return dataclasses.replace(found, operands=operands, global_scale=None)
+
+
+def _one_under_the_other(weight: QArray) -> QArray:
+    """Return experts' weights as one matrix [E O, I]; a scale for rows that no expert's rows are
+    whole runs of, or for the inputs' order, is not decoded here.
+    """
+    experts, out, width = weight.shape
+    format, flat = weight.format, lambda x: None if x is None else x.reshape(-1, x.shape[-1])
+    if isinstance(format, PlanarFormat):
+        span = format.rows or out
+        if out % span:
+            raise NotImplementedError(
+                f"grouped_matmul in Triton: {weight.shape} of {describe(format)} has scales for"
+                f" {span} rows, which do not divide an expert's {out}"
+            )
+        format = dataclasses.replace(format, rows=span)
+        parts = {"scale": flat(weight.scale), "zero": flat(weight.zero), "global_scale": None}
+        weight = dataclasses.replace(weight, format=format, **parts)
+    return dataclasses.replace(weight, data=flat(weight.data), shape=(experts * out, width))
 
 
 def _tiles(group_sizes: Array, num_rows: int, block_rows: int) -> tuple[Array, Array, Array]:

@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
@@ -40,6 +41,28 @@ class Method:
     def pack(self, w: Float[Array, "O I"]) -> QArray:
         """Return the weight in packed form: pure, jit-able, from the weight's own numbers."""
         raise NotImplementedError
+
+    def pack_experts(self, w: Float[Array, "E O I"]) -> QArray:
+        """Return the weights of E experts in packed form, each from its own numbers.
+
+        Raises:
+            ConfigError: a format that experts do not have: nested scales, turned inputs, rounded
+                activations.
+        """
+        packed = jax.vmap(self.pack)(w)
+        parts = {
+            name: getattr(packed, name)
+            for name in ("data", "scale", "zero", "global_scale")
+            if getattr(packed, name) is not None
+        }
+        try:
+            return QArray.planar(
+                **parts,
+                format=packed.format,
+                shape=w.shape,  # type: ignore[arg-type]
+            )
+        except ValueError as error:
+            raise ConfigError(f"{type(self).__name__} for experts: {error}") from None
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -43,8 +43,8 @@ class QArray:
     """A weight [out, in] in packed form.
 
     The weights of E experts, which one operation
-    reads, are one QArray of shape (E, out, in), its data uint8 [E, out, row_bytes].  There are no
-    other leading axes: a stack of layers is a tuple of QArrays.
+    reads, are one QArray of shape (E, out, in), each of its parts with a leading axis [E].  There
+    are no other leading axes: a stack of layers is a tuple of QArrays.
     """
 
     data: Leaf  # uint8 [(E,) out, row_bytes]
@@ -106,7 +106,8 @@ class QArray:
             data: uint8 [out, format.row_bytes(in)].
             scale: [R, Q] of format.grid(shape), in the format's dtype; e8m0 and e4m3 as bytes.
             format: the law.
-            shape: (out, in).
+            shape: (out, in); of experts (E, out, in), all parts with a leading [E], in a format
+                without order, turning, nested scales and rounding of activations.
             zero: uint8 [R, Q] where the format is not symmetric.
             global_scale: float32 [] where scales are e4m3.
             perm: int32 [in], where the format is ordered.
@@ -130,9 +131,13 @@ class QArray:
 
 def _planar_problems(q: QArray, format: PlanarFormat) -> list[str]:
     """Return what does not fit, a line each."""
-    shape = tuple(q.shape)
-    if len(shape) != 2 or min(shape) < 1:
-        return ["a QArray is a matrix (out, in) of at least one weight"]
+    lead, shape = tuple(q.shape)[:-2], tuple(q.shape)[-2:]
+    if len(q.shape) not in (2, 3) or min(q.shape) < 1:
+        return ["a QArray is a matrix (out, in), or experts' (E, out, in), of at least one weight"]
+    if lead and (format.ordered or format.rotated or format.activations):
+        return ["experts have no order of inputs, no turned inputs and no rounded activations"]
+    if lead and format.scale_dtype == "nested":
+        return ["experts have no nested scales"]
     if format.rotated and shape[1] % format.rotated:
         return [f"blocks of {format.rotated} inputs are turned, which do not divide {shape[1]}"]
     grid = format.grid(shape)
@@ -160,6 +165,7 @@ def _planar_problems(q: QArray, format: PlanarFormat) -> list[str]:
                 problems.append(f"{name} has no place in this format")
             continue
         array, dtype, size = entry
+        size = (*lead, *size)
         if array is None:
             problems.append(f"{name} is missing; it must be {dtype} {list(size)}")
         elif str(array.dtype) != dtype or tuple(array.shape) != size:
@@ -177,8 +183,21 @@ def dequantize(q: QArray, dtype: Any = jnp.float32) -> Float[Array, "*E O I"]:
         ValueError: The format has no decoder.
     """
     if isinstance(q.format, PlanarFormat):
+        if len(q.shape) == 3:
+            return jax.vmap(lambda one: dequantize(one, dtype))(_batched(q))
         return _decode_planar(q, jnp.asarray(q.data), q.format, None).astype(dtype)
     return _decode_rows(jnp.asarray(q.data), q, dtype)
+
+
+def expert_of(q: QArray, expert: Int[Array, ""]) -> QArray:
+    """Return the matrix [out, in] of one expert; the number must be one of 0 to E - 1."""
+    take = lambda x: lax.dynamic_index_in_dim(jnp.asarray(x), expert, keepdims=False)
+    return jax.tree.map(take, _batched(q))
+
+
+def _batched(q: QArray) -> QArray:
+    """Return experts' weights as a batch of matrices, for `jax.vmap`."""
+    return jax.tree.map(jnp.asarray, dataclasses.replace(q, shape=q.shape[1:]))
 
 
 def dequantize_tile(q: QArray, start: Any, size: int, dtype: Any) -> Float[Array, "S I"]:

@@ -46,6 +46,12 @@ _METHODS: dict[str, Any] = {
     "FP8, a scale a tensor, activations a token": FP8(granularity="tensor", activations="token"),
     "FP8, 128 x 128, activations 128": FP8(granularity="block", activations="block"),
 }
+_PLANAR_EXPERTS = tuple(
+    name
+    for name, method in _METHODS.items()
+    if not method.format_for((4096, 4096)).activations
+    and method.format_for((4096, 4096)).scale_dtype != "nested"
+)
 _BLOCKS = tuple(name for name in DECODERS if name not in ("F32", "F16", "BF16"))
 
 
@@ -81,6 +87,9 @@ def expert_choice(name: str, rows: int, chip: str) -> choice.Choice:
     experts, width, inner = 32, 2048, 768
     if name == "bfloat16":
         weight = lambda *shape: jax.ShapeDtypeStruct((experts, *shape), jnp.bfloat16)
+    elif name in _METHODS:
+        floats = lambda *shape: jax.ShapeDtypeStruct((experts, *shape), jnp.float32)
+        weight = lambda *shape: jax.eval_shape(_METHODS[name].pack_experts, floats(*shape))
     else:
         weight = lambda *shape: _blocks(name, experts, *shape)
     x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
@@ -128,7 +137,7 @@ def table() -> str:
         "planar": (tuple(_METHODS), linear_choice),
         "planar, x in float32": ((float32,), lambda *a: linear_choice(*a, dtype="float32")),
         "GGUF": (_BLOCKS, linear_choice),
-        "experts": (("bfloat16", *_BLOCKS), expert_choice),
+        "experts": (("bfloat16", *_BLOCKS, *_PLANAR_EXPERTS), expert_choice),
     }
     for kind, (names, choose) in kinds.items():
         alike: dict[tuple[str, ...], list[str]] = {}

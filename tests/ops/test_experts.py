@@ -16,6 +16,7 @@ from infer.native.repack import Packed, repack
 from infer.ops import choice, experts
 from infer.ops.experts import expert_mlp
 from infer.ops.router import route
+from infer.quant.methods import FP8, NVFP4, RTN
 from infer.quant.qarray import QArray, dequantize
 from tests.cases.experts import CASES, Case, inputs
 from tests.native.weights import dense, random_experts, random_rows
@@ -378,6 +379,25 @@ def test_a_qarray_of_experts_is_each_experts_qarray() -> None:
         permute_rows(q, np.arange(3))
     with pytest.raises(ValueError, match=r"of shape \(3, 5, 64\) is uint8 \(3, 5, 40\)"):
         QArray.create(q.data[:2], q.format, q.shape)
+
+
+@pytest.mark.parametrize("name", ["int4 g32", "nvfp4", "fp8 e4m3"])
+def test_planar_experts_are_their_decoded_ones(name: str) -> None:
+    method = {"int4 g32": RTN(bits=4, group_size=32), "nvfp4": NVFP4(), "fp8 e4m3": FP8()}[name]
+    rng = np.random.default_rng(0)
+    of = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    packed = [method.pack_experts(of(*s)) for s in ((4, 64, 32), (4, 64, 32), (4, 32, 64))]
+    x, ids = of(6, 32), jnp.asarray([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0], [4, 4]], jnp.int32)
+    scales = jnp.full((6, 2), 0.5, jnp.float32)
+    run = lambda weights, form: expert_mlp(
+        x, ids, scales, *weights, activation="silu", implementation=form
+    )
+    want = run([dequantize(w) for w in packed], "xla")
+    for form in ("xla", "interpret"):
+        np.testing.assert_allclose(run(packed, form), want, rtol=1e-4, atol=2e-4)
+    if native.available():
+        with pytest.raises(NotImplementedError, match="no native kernel for experts' weights in"):
+            repack(packed[0])
 
 
 def test_packed_is_a_pytree_of_one_array() -> None:

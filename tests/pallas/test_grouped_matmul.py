@@ -12,7 +12,7 @@ from infer.pallas.grouped_matmul import (
     grouped_matmul,
     grouped_matmul_reference,
 )
-from tests.cases.kernels.grouped_matmul import experts
+from tests.cases.kernels.grouped_matmul import PLANAR, experts
 from tests.typecheck import unchecked
 
 pytestmark = pytest.mark.kernels
@@ -24,7 +24,7 @@ USED = 28
 X = jax.random.normal(jax.random.key(0), (30, 256), jnp.float32)
 
 
-@pytest.mark.parametrize("name", ["float32", "Q4_K", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize("name", ["float32", "Q4_K", "Q8_0", "MXFP4", *PLANAR])
 def test_equals_one_expert_at_a_time(name: str) -> None:
     gate, up = (experts(name, SHAPE, jax.random.key(k)) for k in (1, 2))
     y = grouped_matmul(X, gate, SIZES, interpret=True)

@@ -6,8 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer.errors import ConfigError
 from infer.quant import Format, QArray, dequantize, permute_rows, take_rows
 from infer.quant.blocks import FORMATS, dequantize_numpy
+from infer.quant.methods import FP8, NF4, NVFP4, RTN, Method
+from infer.quant.qarray import expert_of
 
 
 def packed_weight(name: str, num_rows: int, num_blocks: int = 2) -> QArray:
@@ -109,3 +112,42 @@ def test_create_takes_only_blocks():
     planar = Format(name="int4", bits=4, group=64, block_bytes=32, layout="planar")
     with pytest.raises(ValueError, match="int4 has the layout 'planar'"):
         QArray.create(np.zeros((2, 32), np.uint8), planar, (2, 64))
+
+
+# ---- Experts' weights ----------------------------------------------------------------------------
+
+_EXPERTS = {
+    "int4": RTN(bits=4, group_size=16, symmetric=False),
+    "int8": RTN(bits=8, group_size="tensor"),
+    "fp8": FP8(),
+    "nvfp4": NVFP4(),
+}
+
+
+@pytest.mark.parametrize("name", _EXPERTS)
+def test_planar_experts_are_each_packed_and_decoded_alone(name: str) -> None:
+    method = _EXPERTS[name]
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((3, 24, 32)), jnp.float32)
+    w = w * jnp.asarray([1.0, 10.0, 0.1])[:, None, None]
+    q = method.pack_experts(w)
+    assert q.shape == (3, 24, 32) and q.data.shape[0] == 3
+    all_at_once = jax.jit(dequantize)(q)
+    for e in range(3):
+        alone = method.pack(w[e])
+        np.testing.assert_array_equal(all_at_once[e], dequantize(alone))
+        taken = jax.jit(expert_of)(q, jnp.int32(e))
+        for a, b in zip(jax.tree.leaves(taken), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (NF4(group_size=16), "NF4 for experts: .*experts have no nested scales"),
+        (RTN(bits=4, group_size=16, hadamard=16), "no turned inputs"),
+        (FP8(activations="token"), "no rounded activations"),
+    ],
+)
+def test_what_experts_do_not_have(method: Method, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        method.pack_experts(jnp.ones((2, 16, 32)))

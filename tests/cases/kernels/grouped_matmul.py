@@ -9,13 +9,18 @@ from jax import Array
 
 from infer.pallas.grouped_matmul import grouped_matmul, grouped_matmul_reference
 from tests.cases.kernels import KernelCase
-from tests.cases.kernels.quantized_matmul import packed
+from tests.cases.kernels.quantized_matmul import METHODS, packed
+
+# Nested scales are one matrix's.
+PLANAR = tuple(name for name in METHODS if name != "nf4 double")
 
 
 def experts(name: str, shape: tuple[int, int, int], key: Array) -> Any:
     """Return the random weights of E experts [E, O, I], floats or packed."""
     if name in ("bfloat16", "float32"):
         return jax.random.normal(key, shape, name) * 0.02
+    if name in PLANAR:
+        return METHODS[name].pack_experts(jax.random.normal(key, shape, jnp.float32) * 0.02)
     flat = packed(name, shape[0] * shape[1], shape[2], key)
     return dataclasses.replace(flat, data=flat.data.reshape(*shape[:2], -1), shape=shape)
 
@@ -63,4 +68,9 @@ CASES = (
     _case("Q4_0", 64, (8, 14336, 4096), "bfloat16", gated=True),
     _case("MXFP4", 128, (32, 2880, 2880), "bfloat16", gated=True),
     _case("MXFP4", 4096, (32, 2880, 2880), "bfloat16"),
+    _case("int4 g128", 64, (8, 14336, 4096), "bfloat16", gated=True),
+    _case("int8 channel", 64, (8, 14336, 4096), "bfloat16"),
+    _case("fp8 e4m3", 64, (8, 14336, 4096), "bfloat16", gated=True),
+    _case("mxfp4", 128, (32, 2880, 2880), "bfloat16", gated=True),
+    _case("nvfp4", 128, (32, 2880, 2880), "bfloat16"),
 )
