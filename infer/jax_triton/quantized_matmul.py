@@ -31,7 +31,7 @@ from jaxtyping import Float
 
 from infer.jax_triton.kernel_call import check_launch, kernel_call
 from infer.quant.formats import Format, PlanarFormat
-from infer.quant.qarray import QArray, is_plain
+from infer.quant.qarray import QArray
 
 # Programs that keep a large GPU busy with loads: about four for each of its processors.
 _PROGRAMS = 512
@@ -185,7 +185,7 @@ def _check_formats(x: Array, weight: QArray) -> None:
     where = f"quantized_matmul in jax_triton: {weight.format.name} of shape {weight.shape}"
     if str(x.dtype) not in ("bfloat16", "float16", "float32"):
         raise NotImplementedError(f"{where} with x of {x.dtype}; it takes floats of 16 and 32 bits")
-    if not _takes(weight.format) or not is_plain(weight):
+    if not _takes(weight.format) or weight.perm is not None:
         raise NotImplementedError(
             f"{where} is not decoded there; it takes Q4_0, and symmetric planar int4 in groups of "
             f"{', '.join(map(str, _GROUPS))} with float scales, without an order of columns and "

@@ -52,7 +52,7 @@ from infer.pallas.mosaic_call import (
     tile,
 )
 from infer.quant.formats import PlanarFormat
-from infer.quant.qarray import QArray, dequantize, is_plain
+from infer.quant.qarray import QArray, dequantize
 
 # By bits of a code.
 LIMITS = {
@@ -257,7 +257,7 @@ def _check(where: str, x: Array, weight: QArray) -> None:
 def _served(weight: QArray) -> bool:
     """Return whether the weight's format has such a kernel."""
     format = weight.format
-    if not isinstance(format, PlanarFormat) or not is_plain(weight) or format.activations:
+    if not isinstance(format, PlanarFormat) or weight.perm is not None or format.activations:
         return False
     if format.bits not in (4, 8) or format.code != "int" or not format.symmetric:
         return False

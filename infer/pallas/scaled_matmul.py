@@ -26,7 +26,7 @@ from jaxtyping import Float, Shaped
 from infer.pallas.triton_call import check_launch, load, store, triton_call
 from infer.pallas.weight_parts import describe
 from infer.quant.formats import PlanarFormat
-from infer.quant.qarray import QArray, dequantize, is_plain
+from infer.quant.qarray import QArray, dequantize
 
 _STEP = 128
 
@@ -133,7 +133,7 @@ def scaled_matmul(
         good = format.symmetric and not format.group  # type: ignore[union-attr]
     elif good:
         good = format.code == "e4m3"  # type: ignore[union-attr]
-    if not good or not is_plain(weight) or weight.scale.dtype.kind == "u":
+    if not good or weight.perm is not None or weight.scale.dtype.kind == "u":
         raise NotImplementedError(
             f"{where} has no such kernel; it takes 8-bit symmetric integers with a scale a channel,"
             " and E4M3 with a scale a tensor, channel or 128 x 128 block"

@@ -54,7 +54,7 @@ from infer.pallas.mosaic_call import (
     tile,
 )
 from infer.quant.formats import PlanarFormat
-from infer.quant.qarray import QArray, dequantize, is_plain
+from infer.quant.qarray import QArray, dequantize
 
 # Of integers a consumer holds one set of sums, of E4M3 two.
 LIMITS = {
@@ -271,7 +271,7 @@ def _check(where: str, x: Array, x_scale: Array, weight: QArray) -> None:
 def _served(weight: QArray) -> bool:
     """Return whether the weight's format has such a kernel."""
     format = weight.format
-    if not isinstance(format, PlanarFormat) or format.bits != 8 or not is_plain(weight):
+    if not isinstance(format, PlanarFormat) or format.bits != 8 or weight.perm is not None:
         return False
     if weight.scale.dtype.kind == "u":
         return False

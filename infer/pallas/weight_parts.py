@@ -34,7 +34,7 @@ from jax import Array, lax
 from infer.pallas.triton_call import load
 from infer.quant import codes
 from infer.quant.formats import NESTED_GROUP, Format, PlanarFormat
-from infer.quant.qarray import NestedScale, QArray, is_plain
+from infer.quant.qarray import NestedScale, QArray
 
 # Columns of a step where the group is wider.
 _WIDE = 128
@@ -135,7 +135,7 @@ def _arange(n: int) -> Array:
 
 def _planar(weight: QArray, format: PlanarFormat) -> Plan | None:
     num_rows, width = weight.shape
-    if format.bits not in (4, 8) or format.activations or not is_plain(weight):
+    if format.bits not in (4, 8) or format.activations or weight.perm is not None:
         return None
     if format.code not in ("int", "nf4", "fp4", "e2m1", "e4m3", "e5m2"):
         return None
