@@ -16,6 +16,7 @@ Source: AutoGPTQ and AutoAWQ's packing; GPTQModel for `checkpoint_format`.
 
 import dataclasses
 import logging
+import re
 
 import numpy as np
 
@@ -45,10 +46,8 @@ def gptq(config: HFConfig, tensors: Tensors) -> dict[str, Matrix]:
     Raises:
         WeightFormatError: a layout that is not read, or tensors that do not fit it.
     """
-    bits = config.integer("bits")
+    bits = _checked_bits(config)
     kind = config.text("checkpoint_format", config.text("format", "gptq"))
-    if bits not in (2, 3, 4, 8):
-        raise WeightFormatError(f"{config.where}: bits is {bits}; GPTQ is read with 2, 3, 4 and 8")
     if kind not in ("gptq", "gptq_v2"):
         raise WeightFormatError(
             f"{config.where}: checkpoint_format is {kind!r:.40}; 'gptq' and 'gptq_v2' are read: "
@@ -66,10 +65,36 @@ def gptq(config: HFConfig, tensors: Tensors) -> dict[str, Matrix]:
                 1 << (bits - 1),
             )
             added = 0
-    return {
-        module: _gptq_matrix(module, tensors, bits, config.integer("group_size"), added)
-        for module in modules
-    }
+    found = {}
+    for module in modules:
+        own = _of_module(config, module)
+        found[module] = _gptq_matrix(
+            module, tensors, _checked_bits(own), own.integer("group_size"), added
+        )
+    return found
+
+
+def _checked_bits(config: HFConfig) -> int:
+    bits = config.integer("bits")
+    if bits not in (2, 3, 4, 8):
+        raise WeightFormatError(f"{config.where}: bits is {bits}; GPTQ is read with 2, 3, 4 and 8")
+    return bits
+
+
+def _of_module(config: HFConfig, module: str) -> HFConfig:
+    """Return what holds for a module: `dynamic` has patterns with values of their own (GPTQModel),
+    of which the first that matches counts.
+    """
+    dynamic = config.section("dynamic")
+    for pattern in () if dynamic is None else dynamic.values:
+        own = dynamic.get(pattern)  # type: ignore[union-attr]
+        try:
+            matches = re.match(pattern.removeprefix("+:"), module) is not None
+        except re.error:
+            matches = False
+        if matches and isinstance(own, dict):
+            return HFConfig({**config.values, **own}, f"{config.where} dynamic {pattern[:60]!r}")
+    return config
 
 
 def _gptq_matrix(module: str, tensors: Tensors, bits: int, group: int, added: int) -> Matrix:

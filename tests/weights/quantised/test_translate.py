@@ -269,3 +269,11 @@ def test_awqs_nibbles_have_their_own_order_and_zero_points_no_one() -> None:
     tensors["qzeros"] = word[:1]
     found = decoded(matrix_of(tensors, quant_method="awq", bits=4, group_size=8))
     np.testing.assert_array_equal(found, 0)
+
+
+def test_gptqs_modules_may_have_bits_of_their_own() -> None:
+    wide = {"bits": 8, "group_size": 64, "dynamic": {"-:other": {}, "+:^m$": {"bits": 4}}}
+    tensors, w = layouts.gptq(4, 64)(np.random.default_rng(0), 8, 64)
+    found = matrix_of(tensors, quant_method="gptq", **wide)
+    assert found.format.bits == 4
+    np.testing.assert_array_equal(decoded(found), w)
