@@ -55,12 +55,10 @@ class Method:
             for name in ("data", "scale", "zero", "global_scale")
             if getattr(packed, name) is not None
         }
+        format, shape = packed.format, (w.shape[0], w.shape[1], w.shape[2])
+        assert isinstance(format, PlanarFormat)
         try:
-            return QArray.planar(
-                **parts,
-                format=packed.format,
-                shape=w.shape,  # type: ignore[arg-type]
-            )
+            return QArray.planar(**parts, format=format, shape=shape)
         except ValueError as error:
             raise ConfigError(f"{type(self).__name__} for experts: {error}") from None
 
