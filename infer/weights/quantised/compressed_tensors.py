@@ -169,7 +169,7 @@ def _words(module: str, tensors: Tensors, scheme: _Scheme | None) -> Matrix:
             name("packed"), f"is {[out, words]}, and weight_shape {list(shape)} with {bits} bits"
         )
     scale = tensors.get(name("scale"), FLOATS, (None, None))
-    if scale.shape[0] not in (1, out) or width % max(scale.shape[1], 1):
+    if scale.shape[0] not in (1, out) or scale.shape[1] < 1 or width % scale.shape[1]:
         raise tensors.error(name("scale"), f"is {list(scale.shape)}, and the weight {list(shape)}")
     rows, groups = scale.shape
     group = width // groups
