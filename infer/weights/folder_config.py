@@ -92,9 +92,11 @@ def quantised_by(folder: ModelFolder, hf: HFConfig) -> HFConfig | None:
     if method is not None:
         text = hf if _method({**hf.values, "text_config": None}) else hf.section("text_config")
         assert text is not None
-        found = text.section("quantization_config") or text.section("compression_config")
-        if found is None:
-            return None
+        keys = ("quantization_config", "compression_config")
+        if not any(isinstance(text.get(key), dict) for key in keys):
+            return None  # what it is, `refuse_quantised` says
+        found = text.section(keys[0]) or text.section(keys[1])
+        assert found is not None
         name = found.get("quant_method", "modelopt" if found.get("quant_algo") else None)
         if name is None and ("load_in_4bit" in found.values or "load_in_8bit" in found.values):
             name = "bitsandbytes"

@@ -279,15 +279,16 @@ def test_a_configuration_that_is_broken(
 @pytest.mark.parametrize(
     ("config", "beside", "message"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "", "by 'gptq', which"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "", "by 'fp8'"),
-        ({"quantization_config": {"load_in_4bit": True}}, "", "by bitsandbytes"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "", "by gptq, and no"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "", "by fp8, and no"),
+        ({"quantization_config": {"load_in_4bit": True}}, "", "by bitsandbytes, and no"),
         ({"quantization_config": {"bits": 4}}, "", "by an unknown method"),
         ({"quantization_config": []}, "", "by an unknown method"),
-        ({"compression_config": {"format": "dense"}}, "", "by compressed-tensors"),
-        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "", "by 'awq'"),
-        ({}, "hf_quant_config.json", "by modelopt"),
-        ({}, "quantize_config.json", "by gptq"),
+        ({"compression_config": {"format": "dense"}}, "", "by compressed-tensors, and"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "", "by awq, and no"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "", "by 'exl2', which"),
+        ({}, "hf_quant_config.json", "quant_algo is ''; FP8 and NVFP4 are read"),
+        ({}, "quantize_config.json", "quantize_config.json: has no bits"),
     ],
 )
 def test_quantised_weights_are_refused_by_name(

@@ -138,7 +138,7 @@ def test_what_the_hub_refuses(server: hub_server.Hub) -> None:
     ("change", "message"),
     [
         ({"config.json": b'{"architectures": ["MambaForCausalLM"]}'}, "Mamba"),
-        ({"config.json": b'{"quantization_config": {"quant_method": "awq"}}'}, "by 'awq'"),
+        ({"config.json": b'{"quantization_config": {"quant_method": "exl2"}}'}, "by 'exl2'"),
         ({"config.json": b"{"}, "is no JSON"),
         ({"config.json": None}, "config.json"),
         ({"*.safetensors": None}, "pickles are never read"),
