@@ -247,7 +247,8 @@ def write_docs(document: Path, results: Path) -> None:
     dates, rounds = ({line[key] for line in lines} for key in ("date", "rounds"))
     newest = max(lines, key=lambda line: line["date"])
     when = f"{' to '.join(dict.fromkeys((min(dates), max(dates))))}, {newest['chip']}, "
-    when += f"{newest['threads']} threads, {min(rounds)} to {max(rounds)} rounds in turns"
+    span = " to ".join(str(n) for n in dict.fromkeys((min(rounds), max(rounds))))
+    when += f"{newest['threads']} threads, {span} rounds in turns"
     document.write_text(
         pattern.sub(lambda match: f"{match[1]}{when}.\n\n{table(lines)}\n{match[2]}", text)
     )

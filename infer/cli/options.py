@@ -25,10 +25,10 @@ class KVDtype(enum.StrEnum):
     float16 = "float16"
     int8 = "int8"
     int4 = "int4"
+    float8_e4m3 = "float8_e4m3"
     int4_hadamard = "int4_hadamard"
     kivi4 = "kivi4"
     kivi2 = "kivi2"
-    float8_e4m3 = "float8_e4m3"
     fp8 = "fp8"  # the same
 
 
