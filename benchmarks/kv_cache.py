@@ -304,6 +304,9 @@ def table(near: dict[str, Any] | None, fast: dict[int, dict[str, Any]]) -> str:
     head += [f"batch {b}: speed to {base}" for b in fast for base in BASES]
     rows = [head, ["---"] * len(head)]
     for name in KV_DTYPES:
+        measured = any(name in line["caches"] for line in (near or {"caches": {}}, *fast.values()))
+        if not measured:
+            continue
         row = [f"`{name}`"]
         sizes = [x["caches"][name]["bytes_per_token"] for x in fast.values() if name in x["caches"]]
         row.append(f"{sizes[0]:,.0f}" if sizes else "")
