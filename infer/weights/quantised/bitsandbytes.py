@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from infer.errors import WeightFormatError
 from infer.models.checkpoint import HFConfig
+from infer.ops.quantized import OUTLIER
 from infer.quant import codes, rtn
 from infer.quant.formats import NESTED_GROUP
 from infer.weights.quantised.matrix import Matrix, Part, Tensors
@@ -32,7 +34,14 @@ def bitsandbytes(config: HFConfig, tensors: Tensors) -> dict[str, Matrix]:
     for kind in ("nf4", "fp4"):
         for module in tensors.ending(f"{_STATE}{kind}"):
             found[module] = _four_bits(module, tensors, kind)
-    for module in tensors.ending("SCB"):
+    eight = tensors.ending("SCB")
+    threshold = config.get("llm_int8_threshold", OUTLIER)
+    if eight and threshold != OUTLIER:
+        raise WeightFormatError(
+            f"{config.where}: llm_int8_threshold is {threshold!r:.40}, and outliers begin at"
+            f" {OUTLIER:g} here; take a checkpoint with that"
+        )
+    for module in eight:
         found[module] = _eight_bits(module, tensors)
     return found
 

@@ -53,6 +53,12 @@ def compressed(config: HFConfig, tensors: Tensors) -> dict[str, Matrix]:
         raise WeightFormatError(
             f"{config.where}: format is {whole!r:.40}; {', '.join(_FORMATS)} are read"
         )
+    for key in ("transform_config", "sparsity_config"):
+        if config.get(key):
+            raise WeightFormatError(
+                f"{config.where}: has {key}, which this version does not do; take a checkpoint"
+                " without it"
+            )
     groups = config.section("config_groups")
     schemes = [] if groups is None else _schemes(groups)
     found = {}
@@ -91,8 +97,14 @@ class _Scheme:
         bits, kind = x.integer("num_bits"), x.text("type", "int")
         strategy = x.text("strategy", "tensor")
         dynamic = x.get("dynamic", False)
-        if bits == 4:  # NVFP4 and MXFP4 activations: the weights alone are
+        if bits == 4 and kind == "float":  # NVFP4's and MXFP4's stay as they are here
             return ""
+        if x.get("symmetric", True) is not True:
+            raise WeightFormatError(
+                f"{x.where}: activations have zero points (symmetric is"
+                f" {x.get('symmetric')!r:.20}), and are rounded without here; take a checkpoint"
+                " with symmetric ones"
+            )
         name = {"int": "int8", "float": "e4m3"}.get(kind)
         if bits == 8 and name is not None and dynamic is True and strategy == "token":
             return name
@@ -134,8 +146,8 @@ def _targets(target: str, module: str) -> bool:
     if target.startswith("re:"):
         try:
             return re.match(target[3:], module) is not None
-        except re.error:
-            return False
+        except re.error as error:
+            raise WeightFormatError(f"{target!r:.80} is no pattern ({error})") from None
     return module == target or module.endswith(f".{target}")
 
 

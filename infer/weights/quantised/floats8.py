@@ -8,6 +8,7 @@ modelopt FP8           weight_scale, one; activations: input_scale
 """
 
 import dataclasses
+import logging
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from infer.errors import WeightFormatError
 from infer.models.checkpoint import HFConfig
 from infer.quant import rtn
 from infer.weights.quantised.matrix import FLOATS, SCALE_DTYPES, Matrix, Part, Tensors
+
+logger = logging.getLogger(__name__)
 
 _BLOCK = 128
 
@@ -35,6 +38,13 @@ def fp8(config: HFConfig, tensors: Tensors) -> dict[str, Matrix]:
         raise WeightFormatError(
             f"{config.where}: weight_block_size is {block!r:.60}; [128, 128] is read"
         )
+    if config.get("scale_fmt") is not None:
+        logger.warning(
+            "%s: scale_fmt is %r, powers of two for activations' scales; here they are any number,"
+            " so that products differ in what is rounded away",
+            config.where,
+            config.get("scale_fmt"),
+        )
     suffix = "weight_scale_inv" if block is not None else "weight_scale"
     found = {}
     for module in tensors.ending(suffix):
@@ -47,6 +57,11 @@ def fp8(config: HFConfig, tensors: Tensors) -> dict[str, Matrix]:
 
 def fbgemm(config: HFConfig, tensors: Tensors) -> dict[str, Matrix]:
     """Return the quantised matrices of an "fbgemm_fp8" checkpoint by their modules."""
+    if config.get("activation_scale_ub") is not None:
+        logger.warning(
+            "%s: activation_scale_ub, an upper bound on the activations' magnitude, is not applied",
+            config.where,
+        )
     return {module: scaled(module, tensors) for module in tensors.ending("weight_scale")}
 
 

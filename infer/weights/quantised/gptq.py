@@ -90,8 +90,10 @@ def _of_module(config: HFConfig, module: str) -> HFConfig:
         own = dynamic.get(pattern)  # type: ignore[union-attr]
         try:
             matches = re.match(pattern.removeprefix("+:"), module) is not None
-        except re.error:
-            matches = False
+        except re.error as error:
+            raise WeightFormatError(
+                f"{config.where}: dynamic: {pattern!r:.80} is no pattern ({error})"
+            ) from None
         if matches and isinstance(own, dict):
             return HFConfig({**config.values, **own}, f"{config.where} dynamic {pattern[:60]!r}")
     return config

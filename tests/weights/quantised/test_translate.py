@@ -149,6 +149,15 @@ def test_a_configuration_beside_config_json(tmp_path: Path) -> None:
     assert infer.load(tmp_path / "m", packed=False).params.layers[0].q.format.name == format
 
 
+def _inputs(targets: list[str] | None = None, **change: Any) -> dict[str, Any]:
+    """Another group of compressed-tensors."""
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True} | change
+    said = layouts.group({"num_bits": 4, "type": "int"}, inputs)["config_groups"]
+    if targets is not None:
+        said["group_0"]["targets"] = targets
+    return {"config_groups": said}
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -164,6 +173,11 @@ def test_a_configuration_beside_config_json(tmp_path: Path) -> None:
         ("fp8 blocks", {"activation_scheme": "odd"}, "activation_scheme is 'odd'"),
         ("pack-quantized", {"format": "marlin-24"}, "format is 'marlin-24'"),
         ("modelopt FP8", {"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; FP8 and NVFP4"),
+        ("gptq 4", {"dynamic": {"+:(": {"bits": 8}}}, r"'\+:\(' is no pattern"),
+        ("pack-quantized", {"transform_config": {"R1": {}}}, "has transform_config, which this"),
+        ("int-quantized", _inputs(symmetric=False), "activations have zero points"),
+        ("int-quantized", _inputs(num_bits=4), "activations of 4 bits .* are not rounded so here"),
+        ("pack-quantized", _inputs(targets=["re:("]), r"'re:\(' is no pattern"),
     ],
 )
 def test_what_is_refused(name: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -277,3 +291,10 @@ def test_gptqs_modules_may_have_bits_of_their_own() -> None:
     found = matrix_of(tensors, quant_method="gptq", **wide)
     assert found.format.bits == 4
     np.testing.assert_array_equal(decoded(found), w)
+
+
+def test_another_threshold_of_outliers_is_refused() -> None:
+    tensors = {"weight": np.zeros((8, 32), np.int8), "SCB": np.ones(8, np.float32)}
+    assert matrix_of(tensors, quant_method="bitsandbytes", llm_int8_threshold=6.0)
+    with pytest.raises(WeightFormatError, match=r"llm_int8_threshold is 0\.0, and outliers"):
+        matrix_of(tensors, quant_method="bitsandbytes", llm_int8_threshold=0.0)
