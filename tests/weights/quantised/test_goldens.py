@@ -1,5 +1,5 @@
 """One matrix as compressed-tensors and bitsandbytes store it: what we decode is what they decode
-(scripts/goldens/quantised_layouts.py made the file; it holds versions and command under `made`).
+(scripts/goldens/quant_layouts.py made the file; it holds versions and command under `made`).
 """
 
 import functools

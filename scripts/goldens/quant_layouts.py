@@ -2,7 +2,7 @@
 floats that they decode it to, on CPU.
 
 pip install torch==2.13.0 compressed-tensors==0.20.1 bitsandbytes==0.50.2
-python scripts/goldens/quantised_layouts.py tests/data/quant/layouts.npz
+python scripts/goldens/quant_layouts.py tests/data/quant/layouts.npz
 """
 
 import json
