@@ -69,7 +69,24 @@ def write(results: Path) -> None:
 
 
 def speeds_of(timed: Lines) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return tokens a second and the ratio to float32 by method and phase; later lines win."""
+    """Return tokens a second and the ratio to float32 by method and phase; later lines win.
+
+    Methods of one format share them: the same program runs over other codes.
+    """
+    from benchmarks import quantisation
+
+    found = _timed(timed)
+    formats = {
+        name: quantisation.nearest(method).format_for((4096, 4096))
+        for name, method in quantisation.methods().items()
+        if not isinstance(method, quantisation.Turned)
+    }
+    of_format = {formats[name]: each for name, each in found.items() if name in formats}
+    shared = {name: of_format[f] for name, f in formats.items() if f in of_format}
+    return shared | found
+
+
+def _timed(timed: Lines) -> dict[str, dict[str, tuple[float, float]]]:
     return {
         name: {
             phase: (line["tokens_per_s"][name][phase], ratio)
@@ -118,7 +135,8 @@ def table(lines: Lines, speeds: dict[str, dict[str, tuple[float, float]]]) -> st
         + (
             " Speeds are tokens a second in the CPU's native operations and, in brackets, their"
             f" ratio to float32 ({base_speeds(speeds)}) in the same run: medians of rounds in"
-            " turns, a prompt of 512 tokens, then decoding one sequence, and 32."
+            " turns, a prompt of 512 tokens, then decoding one sequence, and 32; methods of one"
+            " format share them."
             if speeds
             else ""
         ),
